@@ -1,0 +1,18 @@
+//! gitea-dynamic-runner: one runner registration, and behind it a one-shot environment for each Gitea Actions job.
+//!
+//! In reading order; who may use whom is in `docs/ARCHITECTURE.md` and checked by `tests/tidy.rs`.
+
+// Facts: no IO.
+pub mod assignment;
+pub mod ids;
+pub mod names;
+pub mod proto;
+pub mod secret;
+pub mod spiffe_name;
+pub mod task;
+
+// Edges: one neighbour each.
+pub mod backend;
+pub mod identity;
+pub mod leader;
+pub mod queue;

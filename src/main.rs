@@ -1,0 +1,3 @@
+//! The binary: nothing but the call.
+
+fn main() {}

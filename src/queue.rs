@@ -1,0 +1,135 @@
+//! Where assignments wait until they are claimed: one trait, an implementation for each store.
+//!
+//! Payloads are opaque sealed bytes here. Slots, decoding and what becomes of an assignment are the worker's business.
+
+use std::time::Duration;
+
+use async_trait::async_trait;
+
+use crate::ids::{Lane, TaskId};
+
+pub mod embedded;
+
+/// A sealed assignment larger than this is refused by `publish` (`TooLarge`).
+pub const MAX_SEALED_BYTES: usize = 48 << 20;
+
+#[async_trait]
+pub trait AssignmentQueue: Send + Sync {
+    /// Durable on return. A second publish of the same task is `Duplicate` and changes nothing.
+    async fn publish(&self, lane: Lane, task: TaskId, sealed: &[u8]) -> Result<Published, QueueError>;
+    /// The oldest ready assignment, or `None` after `wait`. The caller holds a slot. Not cancel-safe: a lease given to a dropped
+    /// future returns at its deadline.
+    async fn lease(&self, lane: Lane, wait: Duration) -> Result<Option<Lease>, QueueError>;
+    /// Puts the deadline off by the lease time from now.
+    async fn extend(&self, lease: &Lease) -> Result<(), QueueError>;
+    /// Back to the queue, in its old place, after `delay`.
+    async fn release(&self, lease: Lease, delay: Duration) -> Result<(), QueueError>;
+    /// Out of the queue, for good; durable on return.
+    async fn complete(&self, lease: Lease) -> Result<Settled, QueueError>;
+    /// Dead letter first, then out of the queue.
+    async fn reject(&self, lease: Lease, reason: &str) -> Result<(), QueueError>;
+    /// Takes a task out whatever its state (ready, delayed, leased). `false`: it was not there.
+    async fn cancel(&self, lane: Lane, task: TaskId) -> Result<bool, QueueError>;
+    async fn depth(&self, lane: Lane) -> Result<Depth, QueueError>;
+    /// Whether a task is held, and its envelope.
+    async fn get(&self, task: TaskId) -> Result<Option<Queued>, QueueError>;
+    /// All of a lane in queue order, without payloads.
+    async fn list(&self, lane: Lane) -> Result<Vec<QueuedFacts>, QueueError>;
+    async fn dead(&self) -> Result<Vec<Dead>, QueueError>;
+    /// The highest task id ever stored; probes for lost fetches start above it (rule R3).
+    async fn highest_task(&self) -> Result<Option<TaskId>, QueueError>;
+    /// Whether the last write succeeded and the store can be written (rule R1).
+    async fn health(&self) -> QueueHealth;
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Published {
+    Stored,
+    Duplicate,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Settled {
+    Done,
+    AlreadyGone,
+    /// Somebody else holds it now (the deadline passed).
+    LeaseLost,
+}
+
+/// The right to one delivery, until `deadline`.
+#[derive(Debug)]
+pub struct Lease {
+    pub lane: Lane,
+    pub task: TaskId,
+    pub sealed: Vec<u8>,
+    /// 1 at the first delivery. Deliveries are not attempts (rule R10).
+    pub delivery: u32,
+    /// How the implementation knows it again; opaque to others.
+    pub token: LeaseToken,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LeaseToken {
+    pub seq: u64,
+    pub fence: u64,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Depth {
+    pub ready: u64,
+    pub delayed: u64,
+    pub leased: u64,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Queued {
+    pub lane: Lane,
+    pub task: TaskId,
+    pub sealed: Vec<u8>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QueuedFacts {
+    pub lane: Lane,
+    pub task: TaskId,
+    pub state: QueuedState,
+    pub deliveries: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum QueuedState {
+    Ready,
+    Delayed,
+    Leased,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Dead {
+    pub lane: Lane,
+    pub task: TaskId,
+    pub reason: String,
+    pub at_ms: u64,
+    pub sealed: Vec<u8>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum QueueHealth {
+    Fine,
+    /// Nothing must be fetched from Gitea; says what to do.
+    Unfit(String),
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum QueueError {
+    #[error("sealed assignment of {bytes} bytes is larger than {limit}")]
+    TooLarge { bytes: usize, limit: usize },
+    /// Disk full, server away, …: try again later; nothing was acknowledged.
+    #[error("queue is unavailable: {0}")]
+    Unavailable(String),
+    /// The store refuses to be trusted; a person must act.
+    #[error("queue is damaged: {0}")]
+    Damaged(String),
+    /// A lease that is no longer ours.
+    #[error("lease is lost")]
+    LeaseLost,
+}
