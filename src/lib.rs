@@ -13,6 +13,7 @@ pub mod task;
 
 // Edges: one neighbour each.
 pub mod backend;
+pub mod gitea;
 pub mod identity;
 pub mod leader;
 pub mod queue;
