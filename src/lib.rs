@@ -16,4 +16,5 @@ pub mod backend;
 pub mod gitea;
 pub mod identity;
 pub mod leader;
+pub mod metrics;
 pub mod queue;

@@ -1,0 +1,224 @@
+//! Every metric, by name and labels, in one place.
+//!
+//! Label values come from closed sets, never from a job, so the number of series does not grow with load. Who counts what is
+//! up to the rooms; what the names mean is in `docs/METRICS.md`.
+
+use std::sync::{Arc, atomic::AtomicU64};
+
+use prometheus_client::{
+    encoding::{EncodeLabelSet, text::encode},
+    metrics::{counter::Counter, family::Family, gauge::Gauge, histogram::Histogram, info::Info},
+    registry::{Registry, Unit},
+};
+
+use crate::ids::{BackendKind, Lane};
+
+type Text = &'static str;
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ResultLabel {
+    pub result: Text,
+}
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct ReasonLabel {
+    pub reason: Text,
+}
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct LaneLabel {
+    pub lane: Text,
+}
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct BackendLabel {
+    pub backend: Text,
+}
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct BackendState {
+    pub backend: Text,
+    pub state: Text,
+}
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct LaneState {
+    pub lane: Text,
+    pub state: Text,
+}
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct BackendOutcome {
+    pub backend: Text,
+    pub outcome: Text,
+}
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct BackendReason {
+    pub backend: Text,
+    pub reason: Text,
+}
+#[derive(Clone, Debug, PartialEq, Eq, Hash, EncodeLabelSet)]
+pub struct MethodCode {
+    pub method: Text,
+    pub code: Text,
+}
+
+/// Seconds, from a fast fetch to a slow boot.
+const BUCKETS: [f64; 14] = [0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 15.0, 30.0, 60.0, 300.0, 900.0];
+
+/// Handles to all metrics; clones count into the same ones.
+#[derive(Clone)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    pub leader: Gauge,
+    pub fetch_requests: Family<ResultLabel, Counter>,
+    pub fetch_duration: Histogram,
+    pub fetch_last_success: Gauge<f64, AtomicU64>,
+    pub assignments: Family<LaneLabel, Counter>,
+    pub assignment_persist_duration: Histogram,
+    pub assignments_unpersisted: Gauge,
+    pub lost_fetches: Counter,
+    pub queue_depth: Family<LaneState, Gauge>,
+    pub capacity_slots: Family<BackendState, Gauge>,
+    pub capacity_limit: Family<BackendLabel, Gauge>,
+    pub jobs_inflight: Family<BackendState, Gauge>,
+    pub jobs_completed: Family<BackendOutcome, Counter>,
+    pub job_start_latency: Family<BackendLabel, Histogram, fn() -> Histogram>,
+    pub environment_creates: Family<BackendOutcome, Counter>,
+    pub environment_provision: Family<BackendLabel, Histogram, fn() -> Histogram>,
+    pub infra_failures: Family<BackendReason, Counter>,
+    pub cancellations: Family<ReasonLabel, Counter>,
+    pub recovered_jobs: Family<ResultLabel, Counter>,
+    pub orphans_collected: Family<BackendReason, Counter>,
+    pub reconcile_duration: Histogram,
+    pub reconcile_last_success: Family<BackendLabel, Gauge<f64, AtomicU64>>,
+    pub report_requests: Family<MethodCode, Counter>,
+    pub log_rows: Counter,
+    pub facade_denied: Family<ReasonLabel, Counter>,
+}
+
+fn seconds() -> Histogram {
+    Histogram::new(BUCKETS)
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Metrics {
+    pub fn new() -> Self {
+        let mut registry = Registry::with_prefix("gitea_dynamic_runner");
+        let mut m = Self {
+            registry: Arc::new(Registry::default()),
+            leader: Gauge::default(),
+            fetch_requests: Family::default(),
+            fetch_duration: seconds(),
+            fetch_last_success: Gauge::default(),
+            assignments: Family::default(),
+            assignment_persist_duration: seconds(),
+            assignments_unpersisted: Gauge::default(),
+            lost_fetches: Counter::default(),
+            queue_depth: Family::default(),
+            capacity_slots: Family::default(),
+            capacity_limit: Family::default(),
+            jobs_inflight: Family::default(),
+            jobs_completed: Family::default(),
+            job_start_latency: Family::new_with_constructor(seconds),
+            environment_creates: Family::default(),
+            environment_provision: Family::new_with_constructor(seconds),
+            infra_failures: Family::default(),
+            cancellations: Family::default(),
+            recovered_jobs: Family::default(),
+            orphans_collected: Family::default(),
+            reconcile_duration: seconds(),
+            reconcile_last_success: Family::default(),
+            report_requests: Family::default(),
+            log_rows: Counter::default(),
+            facade_denied: Family::default(),
+        };
+        m.register(&mut registry);
+        m.initialise();
+        m.registry = Arc::new(registry);
+        m
+    }
+
+    fn register(&self, r: &mut Registry) {
+        r.register("build", "The running version", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
+        r.register("leader", "1 while this process acts", self.leader.clone());
+        r.register("fetch_requests", "FetchTask calls by how they ended", self.fetch_requests.clone());
+        r.register_with_unit("fetch_duration", "FetchTask, request to answer", Unit::Seconds, self.fetch_duration.clone());
+        r.register("fetch_last_success_timestamp_seconds", "Last answered FetchTask", self.fetch_last_success.clone());
+        r.register("assignments", "Tasks fetched and stored, by lane", self.assignments.clone());
+        let persist = self.assignment_persist_duration.clone();
+        r.register_with_unit("assignment_persist_duration", "FetchTask answer to durable", Unit::Seconds, persist);
+        r.register("assignments_unpersisted", "Fetched tasks not yet durable", self.assignments_unpersisted.clone());
+        r.register("lost_fetch", "Tasks given by Gitea that never became durable (rule R3)", self.lost_fetches.clone());
+        r.register("queue_depth", "Assignments in the queue", self.queue_depth.clone());
+        r.register("capacity_slots", "Slots by state", self.capacity_slots.clone());
+        r.register("capacity_limit", "Configured capacity", self.capacity_limit.clone());
+        r.register("jobs_inflight", "Environments by state", self.jobs_inflight.clone());
+        r.register("jobs_completed", "Jobs by outcome", self.jobs_completed.clone());
+        r.register_with_unit("job_start_latency", "Fetch to claim", Unit::Seconds, self.job_start_latency.clone());
+        r.register("environment_creates", "Create calls by result", self.environment_creates.clone());
+        let provision = self.environment_provision.clone();
+        r.register_with_unit("environment_provision_duration", "Create call to claim", Unit::Seconds, provision);
+        r.register("infra_failures", "Environments that did not do their job", self.infra_failures.clone());
+        r.register("cancellations", "Jobs stopped, by reason", self.cancellations.clone());
+        r.register("recovered_jobs", "What a start found, by what became of it", self.recovered_jobs.clone());
+        r.register("orphans_collected", "Environments deleted that nobody needed", self.orphans_collected.clone());
+        r.register_with_unit("reconcile_duration", "One pass", Unit::Seconds, self.reconcile_duration.clone());
+        let last = self.reconcile_last_success.clone();
+        r.register("reconcile_last_success_timestamp_seconds", "Last pass that saw everything", last);
+        r.register("report_requests", "Calls forwarded to Gitea for jobs", self.report_requests.clone());
+        r.register("log_rows", "Log rows forwarded", self.log_rows.clone());
+        r.register("facade_denied", "Requests refused by the facade", self.facade_denied.clone());
+    }
+
+    /// All label combinations exist from the start, so that rates and alerts work on the first event.
+    fn initialise(&self) {
+        for result in ["task", "empty", "throttled", "error", "unregistered"] {
+            self.fetch_requests.get_or_create(&ResultLabel { result });
+        }
+        for lane in Lane::ALL {
+            let lane = lane.as_str();
+            self.assignments.get_or_create(&LaneLabel { lane });
+            for state in ["ready", "delayed", "leased"] {
+                self.queue_depth.get_or_create(&LaneState { lane, state });
+            }
+        }
+        for backend in BackendKind::ALL.map(BackendKind::as_str) {
+            for outcome in ["success", "failure", "cancelled", "skipped"] {
+                self.jobs_completed.get_or_create(&BackendOutcome { backend, outcome });
+            }
+            for reason in ["lost", "create", "no_start", "deadline"] {
+                self.infra_failures.get_or_create(&BackendReason { backend, reason });
+            }
+        }
+        for reason in ["identity", "capability", "assignment", "revoked", "terminal", "task", "rate"] {
+            self.facade_denied.get_or_create(&ReasonLabel { reason });
+        }
+    }
+
+    /// OpenMetrics text.
+    pub fn text(&self) -> String {
+        let mut text = String::new();
+        match encode(&mut text, &self.registry) {
+            Ok(()) => text,
+            // Writing to a String fails only if a metric refuses to encode itself; say so rather than show half of it.
+            Err(e) => format!("# {e}\n"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_names_are_the_documented_ones_and_few() {
+        let metrics = Metrics::new();
+        metrics.lost_fetches.inc();
+        let text = metrics.text();
+        for name in ["gitea_dynamic_runner_lost_fetch_total 1", "gitea_dynamic_runner_build_info", "fetch_duration_seconds_bucket"] {
+            assert!(text.contains(name), "{name} in\n{text}");
+        }
+        let series = text.lines().filter(|l| !l.starts_with('#')).count();
+        assert!(series < 300, "{series} series");
+    }
+}
