@@ -4,6 +4,7 @@
 
 // Facts: no IO.
 pub mod assignment;
+pub mod claims;
 pub mod ids;
 pub mod names;
 pub mod proto;

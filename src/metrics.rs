@@ -173,25 +173,25 @@ impl Metrics {
     /// All label combinations exist from the start, so that rates and alerts work on the first event.
     fn initialise(&self) {
         for result in ["task", "empty", "throttled", "error", "unregistered"] {
-            self.fetch_requests.get_or_create(&ResultLabel { result });
+            let _ = self.fetch_requests.get_or_create(&ResultLabel { result });
         }
         for lane in Lane::ALL {
             let lane = lane.as_str();
-            self.assignments.get_or_create(&LaneLabel { lane });
+            let _ = self.assignments.get_or_create(&LaneLabel { lane });
             for state in ["ready", "delayed", "leased"] {
-                self.queue_depth.get_or_create(&LaneState { lane, state });
+                let _ = self.queue_depth.get_or_create(&LaneState { lane, state });
             }
         }
         for backend in BackendKind::ALL.map(BackendKind::as_str) {
             for outcome in ["success", "failure", "cancelled", "skipped"] {
-                self.jobs_completed.get_or_create(&BackendOutcome { backend, outcome });
+                let _ = self.jobs_completed.get_or_create(&BackendOutcome { backend, outcome });
             }
             for reason in ["lost", "create", "no_start", "deadline"] {
-                self.infra_failures.get_or_create(&BackendReason { backend, reason });
+                let _ = self.infra_failures.get_or_create(&BackendReason { backend, reason });
             }
         }
         for reason in ["identity", "capability", "assignment", "revoked", "terminal", "task", "rate"] {
-            self.facade_denied.get_or_create(&ReasonLabel { reason });
+            let _ = self.facade_denied.get_or_create(&ReasonLabel { reason });
         }
     }
 
