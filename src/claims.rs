@@ -33,6 +33,13 @@ pub enum Stop {
     Deadline,
 }
 
+/// How a task ends when the controller ends it. SUCCESS is not among them: only an environment can earn that.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    Failure,
+    Cancelled,
+}
+
 #[derive(Debug, Clone)]
 pub enum ClaimPhase {
     /// The environment may fetch the task, and `start`.

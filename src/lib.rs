@@ -5,8 +5,10 @@
 // Facts: no IO.
 pub mod assignment;
 pub mod claims;
+pub mod environment;
 pub mod ids;
 pub mod names;
+pub mod plan;
 pub mod proto;
 pub mod secret;
 pub mod spiffe_name;

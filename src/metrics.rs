@@ -215,7 +215,9 @@ mod tests {
         let metrics = Metrics::new();
         metrics.lost_fetches.inc();
         let text = metrics.text();
-        for name in ["gitea_dynamic_runner_lost_fetch_total 1", "gitea_dynamic_runner_build_info", "fetch_duration_seconds_bucket"] {
+        for name in
+            ["gitea_dynamic_runner_lost_fetch_total 1", "gitea_dynamic_runner_build_info", "fetch_duration_seconds_bucket"]
+        {
             assert!(text.contains(name), "{name} in\n{text}");
         }
         let series = text.lines().filter(|l| !l.starts_with('#')).count();

@@ -10,6 +10,7 @@ use buffa_types::google::protobuf::Timestamp;
 
 use super::{RpcError, RpcFault, RunnerRpc};
 use crate::{
+    claims::Verdict,
     ids::TaskId,
     proto::runner::{LogRow, StepState, TaskResult, TaskState, UpdateLogRequest, UpdateTaskRequest},
 };
@@ -27,19 +28,10 @@ pub enum Wish {
     Gone,
 }
 
-/// How a task ends when the controller ends it. SUCCESS is not among them: only an environment can earn that.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Verdict {
-    Failure,
-    Cancelled,
-}
-
-impl Verdict {
-    fn result(self) -> TaskResult {
-        match self {
-            Verdict::Failure => TaskResult::ResultFailure,
-            Verdict::Cancelled => TaskResult::ResultCancelled,
-        }
+fn result_of(verdict: Verdict) -> TaskResult {
+    match verdict {
+        Verdict::Failure => TaskResult::ResultFailure,
+        Verdict::Cancelled => TaskResult::ResultCancelled,
     }
 }
 
@@ -68,10 +60,8 @@ pub fn timestamp(at: SystemTime) -> Timestamp {
 
 /// Tells Gitea that the task is cared for, and learns whether it is still wanted. Carries no steps (rule R7).
 pub async fn heartbeat(rpc: &RunnerRpc, task: TaskId) -> Result<Wish, RpcError> {
-    let request = UpdateTaskRequest {
-        state: MessageField::some(TaskState { id: task.0, ..Default::default() }),
-        ..Default::default()
-    };
+    let request =
+        UpdateTaskRequest { state: MessageField::some(TaskState { id: task.0, ..Default::default() }), ..Default::default() };
     match rpc.update_task(request, &[]).await {
         Ok(answer) => Ok(match answer.state.result.as_known() {
             Some(TaskResult::ResultUnspecified) => Wish::Run,
@@ -128,10 +118,8 @@ pub async fn settle(rpc: &RunnerRpc, task: TaskId, settlement: &Settlement) -> R
         Err(e) if over(&e) => return Ok(()),
         Err(e) => return Err(e),
     };
-    let request = UpdateTaskRequest {
-        state: MessageField::some(terminal_state(task, settlement, index, length)),
-        ..Default::default()
-    };
+    let request =
+        UpdateTaskRequest { state: MessageField::some(terminal_state(task, settlement, index, length)), ..Default::default() };
     match rpc.update_task(request, &[]).await {
         Ok(_) => Ok(()),
         Err(e) if over(&e) => Ok(()),
@@ -153,7 +141,7 @@ fn terminal_state(task: TaskId, settlement: &Settlement, index: i64, length: i64
         let began = known.filter(|s| s.started_at.is_set());
         StepState {
             id,
-            result: if here { settlement.verdict.result() } else { TaskResult::ResultSkipped }.into(),
+            result: if here { result_of(settlement.verdict) } else { TaskResult::ResultSkipped }.into(),
             started_at: began.map_or_else(|| MessageField::some(started_at.clone()), |s| s.started_at.clone()),
             stopped_at: MessageField::some(stopped_at.clone()),
             log_index: began.map_or(index, |s| s.log_index),
@@ -163,7 +151,7 @@ fn terminal_state(task: TaskId, settlement: &Settlement, index: i64, length: i64
     });
     TaskState {
         id: task.0,
-        result: settlement.verdict.result().into(),
+        result: result_of(settlement.verdict).into(),
         started_at: MessageField::some(started_at.clone()),
         stopped_at: MessageField::some(stopped_at.clone()),
         steps: steps.collect(),

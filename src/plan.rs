@@ -1,0 +1,231 @@
+//! What to do about the environments of one backend: from what is intended and what is observed to a list of steps.
+//!
+//! Decides, never acts and never awaits. The same facts give the same steps; a plan carried out leaves nothing to do. Who carries
+//! it out is `reconcile`.
+
+use std::{
+    collections::{HashMap, HashSet},
+    time::{Duration, Instant, SystemTime},
+};
+
+use crate::{
+    claims::{Claim, ClaimPhase, Stop, Verdict},
+    environment::{Observed, Phase},
+    ids::{AssignmentId, EnvironmentName},
+};
+
+/// How long an environment may take from offer to `start`.
+pub const CLAIM_LIMIT: Duration = Duration::from_secs(4 * 60);
+/// Nothing younger is taken for a stray: the one who made it may not have told anybody yet.
+pub const CREATE_LIMIT: Duration = Duration::from_secs(60);
+/// How long a stopped environment may take to report its end. Longer than the bridge gives the runner.
+pub const STOP_GRACE: Duration = Duration::from_secs(60);
+/// The same where the inner runner (≥ 2.0) runs clean-up steps after a cancel.
+pub const STOP_GRACE_CLEANUP: Duration = Duration::from_secs(6 * 60);
+
+/// All that a plan looks at.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    pub environments: Vec<Observed>,
+    pub claims: Vec<Claim>,
+    /// Assignments of this backend that the queue holds; `None`: unknown just now.
+    pub queued: Option<HashSet<AssignmentId>>,
+    /// Assignments on which somebody acts right now.
+    pub busy: HashSet<AssignmentId>,
+    pub stop_grace: Duration,
+    pub now: Instant,
+    pub wall: SystemTime,
+}
+
+/// Why an environment is removed; the label of `orphans_collected_total`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Removal {
+    /// Its job is over and settled.
+    Terminal,
+    /// Nobody waits for it.
+    Stray,
+    /// Another environment serves the same assignment.
+    Duplicate,
+    /// Gitea gave its task id anew.
+    Superseded,
+}
+
+/// Why an environment is made again (or, after too many, its job failed).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NoStart {
+    /// It ended before `start`; how.
+    Ended(String),
+    /// No `start` within [`CLAIM_LIMIT`].
+    ClaimTimeout,
+    /// It vanished.
+    Vanished,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub enum Step {
+    /// Found without a claim (a restart): count it as a slot and serve it.
+    Adopt(EnvironmentName),
+    /// Claimed, but its delivery was not completed before a crash.
+    CompleteDelivery(AssignmentId),
+    Remove {
+        name: EnvironmentName,
+        assignment: AssignmentId,
+        why: Removal,
+    },
+    /// Revoke, delete, and back to the queue.
+    MakeAgain {
+        name: EnvironmentName,
+        assignment: AssignmentId,
+        why: NoStart,
+    },
+    /// Revoke, halt, end the job at Gitea with this verdict, then delete.
+    Settle {
+        name: EnvironmentName,
+        assignment: AssignmentId,
+        verdict: Verdict,
+        reason: String,
+    },
+    /// Ask the job to stop.
+    Stop(AssignmentId),
+}
+
+impl Removal {
+    pub fn label(self) -> &'static str {
+        match self {
+            Removal::Terminal => "terminal",
+            Removal::Stray => "stray",
+            Removal::Duplicate => "duplicate",
+            Removal::Superseded => "superseded",
+        }
+    }
+}
+
+/// The steps for one backend, in no particular order; at most one for each environment and one for each delivery.
+pub fn plan(facts: &Facts) -> Vec<Step> {
+    let claims: HashMap<_, _> = facts.claims.iter().map(|c| (c.assignment, c)).collect();
+    let mut steps = Vec::new();
+    for environment in &facts.environments {
+        let assignment = environment.assignment;
+        if facts.busy.contains(&assignment) {
+            continue;
+        }
+        if environment.claimed && facts.queued.as_ref().is_some_and(|q| q.contains(&assignment)) {
+            // Unless Gitea gave the same id anew: then what is queued is another job (rule R4).
+            if !claims.get(&assignment).is_some_and(|c| c.superseded) {
+                steps.push(Step::CompleteDelivery(assignment));
+            }
+        }
+        let step = match claims.get(&assignment) {
+            _ if environment.terminal => Some(remove(environment, Removal::Terminal)),
+            Some(claim) if claim.superseded => Some(remove(environment, Removal::Superseded)),
+            Some(claim) if claim.name != environment.name => Some(remove(environment, Removal::Duplicate)),
+            Some(claim) => served(facts, claim, environment),
+            None => unserved(facts, environment),
+        };
+        steps.extend(step);
+    }
+    let seen: HashSet<_> = facts.environments.iter().map(|e| &e.name).collect();
+    let vanished = facts.claims.iter().filter(|c| !seen.contains(&c.name) && !facts.busy.contains(&c.assignment));
+    steps.extend(vanished.map(vanished_step));
+    steps
+}
+
+fn remove(environment: &Observed, why: Removal) -> Step {
+    Step::Remove { name: environment.name.clone(), assignment: environment.assignment, why }
+}
+
+/// An environment that a claim names.
+fn served(facts: &Facts, claim: &Claim, environment: &Observed) -> Option<Step> {
+    let (name, assignment) = (claim.name.clone(), claim.assignment);
+    let settle = |verdict, reason: String| Some(Step::Settle { name: name.clone(), assignment, verdict, reason });
+    let ended = match &environment.phase {
+        Phase::Ended(how) => Some(how.as_str()),
+        Phase::Pending | Phase::Running => None,
+    };
+    match (&claim.phase, &claim.stop) {
+        // Gitea has it, the marker is missing yet: settling again is a no-op at Gitea and sets it.
+        (ClaimPhase::Terminal, _) => Some(remove(environment, Removal::Terminal)),
+        (ClaimPhase::Offered { .. }, Some((stop, _))) => settle(verdict_of(*stop), reason_of(*stop).into()),
+        (ClaimPhase::Offered { .. }, None) => {
+            let why = match ended {
+                Some(how) => NoStart::Ended(how.to_owned()),
+                None if facts.now.saturating_duration_since(claim.offered_at) > CLAIM_LIMIT => NoStart::ClaimTimeout,
+                None => return None,
+            };
+            Some(Step::MakeAgain { name, assignment, why })
+        }
+        (ClaimPhase::Claimed, Some((stop, since))) => {
+            let over = facts.now.saturating_duration_since(*since) > facts.stop_grace;
+            match ended {
+                Some(how) => settle(verdict_of(*stop), format!("{} (the environment {how})", reason_of(*stop))),
+                None if over => settle(verdict_of(*stop), format!("{}, and did not end in time", reason_of(*stop))),
+                None => None,
+            }
+        }
+        (ClaimPhase::Claimed, None) => match ended {
+            Some(how) => settle(Verdict::Failure, format!("The environment ended without a result: it {how}.")),
+            None if environment.deadline_at <= facts.wall => Some(Step::Stop(assignment)),
+            None => None,
+        },
+    }
+}
+
+/// An environment that no claim names: found after a restart, or nobody's.
+fn unserved(facts: &Facts, environment: &Observed) -> Option<Step> {
+    let (name, assignment) = (environment.name.clone(), environment.assignment);
+    if environment.claimed {
+        return match &environment.phase {
+            Phase::Ended(how) => {
+                let reason = format!("The environment ended without a result: it {how}.");
+                Some(Step::Settle { name, assignment, verdict: Verdict::Failure, reason })
+            }
+            Phase::Pending | Phase::Running => oldest(facts, environment).then_some(Step::Adopt(name)),
+        };
+    }
+    let queued = facts.queued.as_ref()?.contains(&assignment);
+    let age = facts.wall.duration_since(environment.created_at).unwrap_or_default();
+    match &environment.phase {
+        Phase::Ended(how) if queued => Some(Step::MakeAgain { name, assignment, why: NoStart::Ended(how.clone()) }),
+        Phase::Pending | Phase::Running if queued => oldest(facts, environment).then_some(Step::Adopt(name)),
+        _ if age > CREATE_LIMIT => Some(remove(environment, Removal::Stray)),
+        _ => None,
+    }
+}
+
+/// Of several unclaimed environments of one assignment the oldest is served (rule R6).
+fn oldest(facts: &Facts, environment: &Observed) -> bool {
+    let rivals = facts.environments.iter().filter(|e| e.assignment == environment.assignment && !e.terminal);
+    let first = rivals.min_by_key(|e| (!e.claimed, e.created_at, e.name.clone()));
+    first.is_some_and(|first| first.name == environment.name)
+}
+
+fn vanished_step(claim: &Claim) -> Step {
+    let (name, assignment) = (claim.name.clone(), claim.assignment);
+    match (&claim.phase, &claim.stop) {
+        _ if claim.superseded => Step::Remove { name, assignment, why: Removal::Superseded },
+        (ClaimPhase::Terminal, _) => Step::Remove { name, assignment, why: Removal::Terminal },
+        (_, Some((stop, _))) => Step::Settle { name, assignment, verdict: verdict_of(*stop), reason: reason_of(*stop).into() },
+        (ClaimPhase::Offered { .. }, None) => Step::MakeAgain { name, assignment, why: NoStart::Vanished },
+        (ClaimPhase::Claimed, None) => {
+            let reason = "The environment vanished while the job ran.".into();
+            Step::Settle { name, assignment, verdict: Verdict::Failure, reason }
+        }
+    }
+}
+
+pub fn verdict_of(stop: Stop) -> Verdict {
+    match stop {
+        Stop::Cancelled => Verdict::Cancelled,
+        Stop::Deadline => Verdict::Failure,
+    }
+}
+
+fn reason_of(stop: Stop) -> &'static str {
+    match stop {
+        Stop::Cancelled => "The job was cancelled",
+        Stop::Deadline => "The environment reached its time limit",
+    }
+}
+
+#[cfg(test)]
+mod tests;
