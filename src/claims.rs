@@ -9,7 +9,7 @@ use std::{
     time::{Instant, SystemTime},
 };
 
-use tokio::sync::Notify;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 pub use self::capability::CapabilityKey;
@@ -63,6 +63,8 @@ pub struct Claim {
     pub offered_at: Instant,
     /// When Gitea gave us the task, where known; else when the environment was made.
     pub fetched_at: SystemTime,
+    /// Of the task's token, where known: tells a repeated delivery from a restored Gitea (rule R4).
+    pub token_hash: Option<[u8; 32]>,
     pub stop: Option<(Stop, Instant)>,
     /// Gitea gave the same task id anew (it was restored from a backup): this environment must go, unreported (rule R4).
     pub superseded: bool,
@@ -126,7 +128,7 @@ struct State {
 #[derive(Clone)]
 pub struct Claims {
     state: Arc<Mutex<State>>,
-    changed: Arc<Notify>,
+    changed: watch::Sender<u64>,
     key: Arc<CapabilityKey>,
 }
 
@@ -139,13 +141,13 @@ pub struct Busy {
 impl Drop for Busy {
     fn drop(&mut self) {
         self.claims.lock().busy.remove(&self.assignment);
-        self.claims.changed.notify_one();
+        self.claims.touch();
     }
 }
 
 impl Claims {
     pub fn new(key: CapabilityKey) -> Self {
-        Self { state: Arc::default(), changed: Arc::default(), key: Arc::new(key) }
+        Self { state: Arc::default(), changed: watch::Sender::new(0), key: Arc::new(key) }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -157,9 +159,13 @@ impl Claims {
         &self.key
     }
 
-    /// Resolves after something changed; a hint.
-    pub async fn changed(&self) {
-        self.changed.notified().await;
+    /// Changes whenever something here did; a hint to look.
+    pub fn watch(&self) -> watch::Receiver<u64> {
+        self.changed.subscribe()
+    }
+
+    fn touch(&self) {
+        self.changed.send_modify(|n| *n = n.wrapping_add(1));
     }
 
     /// Nobody else acts on the assignment while the answer lives; `None`: somebody does.
@@ -188,7 +194,7 @@ impl Claims {
             None => {
                 state.entries.insert(claim.assignment, Entry { claim, connections: Vec::new() });
                 drop(state);
-                self.changed.notify_one();
+                self.touch();
                 Offered::Now
             }
         }
@@ -248,7 +254,7 @@ impl Claims {
             entry.connections.drain(..).for_each(|c| c.cancel());
         }
         drop(state);
-        self.changed.notify_one();
+        self.touch();
     }
 
     /// Stops the job, or keeps in mind to stop it if its environment is only being made. The first reason stays.
@@ -263,7 +269,7 @@ impl Claims {
             }
         }
         drop(state);
-        self.changed.notify_one();
+        self.touch();
     }
 
     /// Whether somebody asked to stop an assignment that has no environment yet.
@@ -297,7 +303,7 @@ impl Claims {
         let mut state = self.lock();
         let entry = state.entries.remove(&assignment);
         drop(state);
-        self.changed.notify_one();
+        self.touch();
         entry.map(|entry| {
             entry.connections.iter().for_each(CancellationToken::cancel);
             entry.claim
@@ -325,7 +331,7 @@ impl Claims {
         if let Some(entry) = self.lock().entries.get_mut(&assignment) {
             change(&mut entry.claim);
         }
-        self.changed.notify_one();
+        self.touch();
     }
 }
 
@@ -347,6 +353,7 @@ mod tests {
             phase: ClaimPhase::Offered { raw: SecretBytes::new(vec![1]) },
             offered_at: Instant::now(),
             fetched_at: SystemTime::now(),
+            token_hash: None,
             stop: None,
             superseded: false,
             known_steps: Vec::new(),

@@ -4,6 +4,7 @@
 
 // Facts: no IO.
 pub mod assignment;
+pub mod backoff;
 pub mod claims;
 pub mod environment;
 pub mod ids;
@@ -21,3 +22,7 @@ pub mod identity;
 pub mod leader;
 pub mod metrics;
 pub mod queue;
+
+// Roles: what the controller does.
+pub mod facade;
+pub mod scheduler;

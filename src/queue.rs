@@ -9,6 +9,7 @@ use async_trait::async_trait;
 use crate::ids::{Lane, TaskId};
 
 pub mod embedded;
+pub mod held;
 
 /// A sealed assignment larger than this is refused by `publish` (`TooLarge`).
 pub const MAX_SEALED_BYTES: usize = 48 << 20;

@@ -3,13 +3,15 @@
 //! Only for the time in which the controller is the reporter (rule R7): before `start`, and after the environment was revoked and
 //! is confirmed gone. Who that is at a moment is for the callers to know.
 
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use buffa::MessageField;
 use buffa_types::google::protobuf::Timestamp;
+use tokio_util::sync::CancellationToken;
 
 use super::{RpcError, RpcFault, RunnerRpc};
 use crate::{
+    backoff::Backoff,
     claims::Verdict,
     ids::TaskId,
     proto::runner::{LogRow, StepState, TaskResult, TaskState, UpdateLogRequest, UpdateTaskRequest},
@@ -124,6 +126,21 @@ pub async fn settle(rpc: &RunnerRpc, task: TaskId, settlement: &Settlement) -> R
         Ok(_) => Ok(()),
         Err(e) if over(&e) => Ok(()),
         Err(e) => Err(e),
+    }
+}
+
+/// [`settle`], again and again until Gitea took it; `false` if `stop` came first (the next start settles then).
+pub async fn settle_until(rpc: &RunnerRpc, task: TaskId, settlement: &Settlement, stop: &CancellationToken) -> bool {
+    let mut backoff = Backoff::new(Duration::from_millis(250), Duration::from_secs(15));
+    loop {
+        match settle(rpc, task, settlement).await {
+            Ok(()) => return true,
+            Err(e) => tracing::warn!(task = %task, error = %e, "failed to report the end of task {task}; will try again"),
+        }
+        tokio::select! {
+            () = backoff.wait() => {}
+            () = stop.cancelled() => return false,
+        }
     }
 }
 

@@ -45,6 +45,7 @@ fn claim(task: i64, nonce: u8, phase: ClaimPhase, now: Instant) -> Claim {
         phase,
         offered_at: now,
         fetched_at: SystemTime::UNIX_EPOCH,
+        token_hash: None,
         stop: None,
         superseded: false,
         known_steps: Vec::new(),

@@ -1,0 +1,146 @@
+//! One question to Gitea, and what it brought made durable.
+
+use std::time::{Duration, Instant};
+
+use super::{Scheduler, TasksVersion, unix_seconds};
+use crate::{
+    assignment::Assignment,
+    backoff::Backoff,
+    claims::Verdict,
+    gitea::{
+        RpcError,
+        report::{self, Settlement},
+    },
+    leader::LeaderPass,
+    metrics::LaneLabel,
+    queue::{Published, QueueError},
+    secret::SecretBytes,
+};
+
+/// How long a fetched task is tried to be stored. Longer is no use: after ten minutes Gitea gives it up.
+const STORE_LIMIT: Duration = Duration::from_secs(10 * 60);
+
+/// How a question ended.
+pub(super) enum Outcome {
+    Stored,
+    Empty,
+    Throttled,
+    Failed(RpcError),
+}
+
+impl Scheduler {
+    /// Asks once. Not to be dropped midway: Gitea claims before it answers (rule R1).
+    pub(super) async fn fetch_pass(&self, versions: &TasksVersion, _: &LeaderPass) -> Outcome {
+        let (asked, began) = (versions.ask(), Instant::now());
+        let answer = self.rpc.fetch_task(asked.version).await;
+        self.metrics.fetch_duration.observe(began.elapsed().as_secs_f64());
+        match answer {
+            Err(e) => Outcome::Failed(e),
+            Ok(fetched) => match fetched.task {
+                Some(raw) => {
+                    versions.reset();
+                    // Here is the one gap that cannot be closed: we may die before the task is on disk. The next start
+                    // probes for it and fails it at once (rule R3, `probe`).
+                    self.metrics.assignments_unpersisted.inc();
+                    self.take(raw, Instant::now()).await;
+                    self.metrics.assignments_unpersisted.dec();
+                    Outcome::Stored
+                }
+                // Gitea echoes the version when it was too busy to look; at 0 that cannot be its own version.
+                None if asked.version == 0 && fetched.tasks_version == 0 => Outcome::Throttled,
+                None => {
+                    versions.answered(asked, fetched.tasks_version);
+                    Outcome::Empty
+                }
+            },
+        }
+    }
+
+    async fn take(&self, raw: SecretBytes, answered: Instant) {
+        let now_ms = (unix_seconds() * 1000.0) as u64;
+        let assignment = match Assignment::of_task(raw.expose().to_vec(), &self.rules, now_ms) {
+            Ok(assignment) => assignment,
+            Err(reason) => {
+                self.metrics.lost_fetches.inc();
+                tracing::error!(reason, "failed to read the id of a task that Gitea gave; Gitea will fail it after ten minutes");
+                return;
+            }
+        };
+        let (id, lane) = (assignment.id, assignment.lane);
+        if self.store(&assignment).await {
+            self.metrics.assignments.get_or_create(&LaneLabel { lane: lane.as_str() }).inc();
+            self.metrics.assignment_persist_duration.observe(answered.elapsed().as_secs_f64());
+            tracing::info!(event = "received", assignment = %id, backend = %lane, repository = %assignment.repository,
+                "stored {id} for {lane}");
+        }
+    }
+
+    /// `true` once it is durable.
+    async fn store(&self, assignment: &Assignment) -> bool {
+        let sealed = assignment.seal(&self.keys);
+        let (began, mut backoff) = (Instant::now(), Backoff::new(Duration::from_millis(100), Duration::from_secs(10)));
+        loop {
+            match self.queue.publish(assignment.lane, assignment.task, &sealed).await {
+                Ok(Published::Stored) => {
+                    self.replace_served(assignment);
+                    return true;
+                }
+                Ok(Published::Duplicate) => match self.replace_queued(assignment).await {
+                    Ok(true) => continue,
+                    Ok(false) => return false,
+                    Err(e) => tracing::warn!(assignment = %assignment.id, error = %e, "failed to compare a repeated task"),
+                },
+                Err(QueueError::TooLarge { bytes, limit }) => {
+                    self.refuse(assignment, format!("The task has {bytes} bytes; this runner takes {limit} at most.")).await;
+                    return false;
+                }
+                Err(e) => {
+                    tracing::error!(assignment = %assignment.id, error = %e,
+                        "failed to store a fetched task; will try again. Free disk space or restore the queue now, or the job is lost");
+                }
+            }
+            if began.elapsed() > STORE_LIMIT {
+                self.metrics.lost_fetches.inc();
+                self.refuse(assignment, "The runner could not store this job: its queue was out of order.".into()).await;
+                return false;
+            }
+            backoff.wait().await;
+        }
+    }
+
+    /// The queue holds this task id already. The same token: the same job, delivered twice. Another: Gitea was restored from a
+    /// backup and gave the id anew, so the old one goes (rule R4). `Ok(true)`: publish again.
+    async fn replace_queued(&self, assignment: &Assignment) -> Result<bool, QueueError> {
+        let Some(held) = self.queue.get(assignment.task).await? else { return Ok(true) };
+        let known = Assignment::open(&held.sealed, &self.keys, &self.rules);
+        if known.is_ok_and(|known| known.token_hash == assignment.token_hash) {
+            tracing::warn!(assignment = %assignment.id, "Gitea delivered a task twice; the second is ignored");
+            return Ok(false);
+        }
+        tracing::warn!(assignment = %assignment.id, "Gitea gave a known task id anew (a restored backup?); the old job goes first");
+        self.queue.cancel(held.lane, assignment.task).await?;
+        Ok(true)
+    }
+
+    /// An environment may still serve the id from before Gitea was restored: it goes first (rule R4).
+    fn replace_served(&self, assignment: &Assignment) {
+        let Some(claim) = self.claims.get(assignment.id) else { return };
+        if claim.token_hash.is_some_and(|hash| hash != assignment.token_hash) && self.claims.supersede(assignment.id) {
+            tracing::warn!(assignment = %assignment.id, executor = %claim.name, "the environment of the old job is removed first");
+        }
+    }
+
+    /// Ends a task that cannot even be stored.
+    async fn refuse(&self, assignment: &Assignment, reason: String) {
+        let settlement = Settlement {
+            verdict: Verdict::Failure,
+            reasons: vec![reason],
+            steps: assignment.steps,
+            known_steps: Vec::new(),
+            started_at: std::time::SystemTime::now(),
+        };
+        if let Err(e) = report::settle(&self.rpc, assignment.task, &settlement).await {
+            tracing::error!(assignment = %assignment.id, error = %e, "failed to fail a task that cannot be stored");
+        }
+    }
+}
