@@ -16,3 +16,6 @@ pub mod backend;
 pub mod identity;
 pub mod leader;
 pub mod queue;
+
+// Roles: one duty each.
+pub mod slots;
