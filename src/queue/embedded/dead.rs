@@ -3,14 +3,14 @@
 //! Bounded in number and in bytes, the oldest go first. They hold no job any more: the job was failed at Gitea by whoever
 //! rejected the assignment.
 
-use redb::{ReadTransaction, ReadableTable, Table, TableDefinition, WriteTransaction};
+use redb::{ReadTransaction, ReadableTable, ReadableTableMetadata, TableDefinition, WriteTransaction};
 use serde::{Deserialize, Serialize};
 
 use super::stored::{Failure, decode, encode, lane_of};
 use crate::{ids::TaskId, queue::Dead};
 
 /// At most so many are kept, the newest.
-const DEAD_KEPT: usize = 1000;
+const DEAD_KEPT: u64 = 1000;
 /// At most so many bytes of payloads are kept; the newest one always.
 const DEAD_KEPT_BYTES: u64 = 64 << 20;
 /// A longer reason is cut.
@@ -38,7 +38,8 @@ pub(super) fn found(txn: &WriteTransaction) -> Result<(), Failure> {
     Ok(())
 }
 
-pub(super) fn put(txn: &WriteTransaction, number: u64, letter: Dead) -> Result<(), Failure> {
+/// `kept_bytes`: of all payloads here, before; gives the same afterwards.
+pub(super) fn put(txn: &WriteTransaction, number: u64, letter: Dead, kept_bytes: u64) -> Result<u64, Failure> {
     let mut dead = txn.open_table(DEAD)?;
     let mut payloads = txn.open_table(DEAD_PAYLOADS)?;
     let Dead { lane, task, reason, at_ms, sealed } = letter;
@@ -46,26 +47,14 @@ pub(super) fn put(txn: &WriteTransaction, number: u64, letter: Dead) -> Result<(
     let row = DeadRow { lane: lane.code(), task: task.0, reason, at_ms, bytes: sealed.len() as u64 };
     dead.insert(number, encode(DEAD_VERSION, &row)?.as_slice())?;
     payloads.insert(number, sealed.as_slice())?;
-    for number in beyond_bounds(&dead)? {
-        dead.remove(number)?;
-        payloads.remove(number)?;
-    }
-    Ok(())
-}
-
-/// Those that are too many, or too large together.
-fn beyond_bounds(dead: &Table<'_, u64, &'static [u8]>) -> Result<Vec<u64>, Failure> {
-    let (mut count, mut bytes, mut beyond) = (0, 0u64, Vec::new());
-    for entry in dead.iter()?.rev() {
-        let (number, row) = entry?;
+    let mut kept_bytes = kept_bytes.saturating_add(row.bytes);
+    while dead.len()? > DEAD_KEPT || (dead.len()? > 1 && kept_bytes > DEAD_KEPT_BYTES) {
+        let Some((number, row)) = dead.pop_first()? else { break };
         let row: DeadRow = decode(DEAD_VERSION, "a dead letter", row.value())?;
-        count += 1;
-        bytes = bytes.saturating_add(row.bytes);
-        if count > DEAD_KEPT || (count > 1 && bytes > DEAD_KEPT_BYTES) {
-            beyond.push(number.value());
-        }
+        payloads.remove(number.value())?;
+        kept_bytes = kept_bytes.saturating_sub(row.bytes);
     }
-    Ok(beyond)
+    Ok(kept_bytes)
 }
 
 /// Newest last.

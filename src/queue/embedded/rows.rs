@@ -23,6 +23,7 @@ const META_SCHEMA: u8 = 0;
 const META_SEQ: u8 = 1;
 const META_FENCE: u8 = 2;
 const META_HIGHEST_TASK: u8 = 3;
+const META_DEAD_BYTES: u8 = 4;
 
 /// One of the `META_…` numbers to its value.
 const META: TableDefinition<'_, u8, u64> = TableDefinition::new("meta");
@@ -312,7 +313,10 @@ pub(super) fn reject(txn: &WriteTransaction, lease: &Held, reason: &str, at_ms: 
     let number = rows.next(META_SEQ)?;
     let lane = lane_of(row.lane)?;
     let sealed = rows.payload(lease.task.0)?;
-    dead::put(txn, number, Dead { lane, task: lease.task, reason: reason.to_owned(), at_ms, sealed })?;
+    let letter = Dead { lane, task: lease.task, reason: reason.to_owned(), at_ms, sealed };
+    let kept_bytes = rows.meta.get(META_DEAD_BYTES)?.map_or(0, |bytes| bytes.value());
+    let kept_bytes = dead::put(txn, number, letter, kept_bytes)?;
+    rows.meta.insert(META_DEAD_BYTES, kept_bytes)?;
     rows.remove(lease.task.0, &row)?;
     Ok(Step::Commit(()))
 }

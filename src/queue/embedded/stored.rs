@@ -48,6 +48,6 @@ pub(super) fn lane_of(code: u8) -> Result<Lane, Failure> {
 }
 
 /// Whole milliseconds.
-pub(super) fn ms(duration: std::time::Duration) -> u64 {
+pub(super) fn ms(duration: Duration) -> u64 {
     u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
 }
