@@ -2,7 +2,7 @@
 //!
 //! Payloads are opaque sealed bytes here. Slots, decoding and what becomes of an assignment are the worker's business.
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use async_trait::async_trait;
 
@@ -14,25 +14,28 @@ pub mod held;
 /// A sealed assignment larger than this is refused by `publish` (`TooLarge`).
 pub const MAX_SEALED_BYTES: usize = 48 << 20;
 
+/// A longer delay asked of `release` is cut to this, so that nothing can be put off for good.
+pub const MAX_DELAY: Duration = Duration::from_secs(15 * 60);
+
 #[async_trait]
 pub trait AssignmentQueue: Send + Sync {
     /// Durable on return. A second publish of the same task is `Duplicate` and changes nothing.
     async fn publish(&self, lane: Lane, task: TaskId, sealed: &[u8]) -> Result<Published, QueueError>;
-    /// The oldest ready assignment, or `None` after `wait`. The caller holds a slot. Not cancel-safe: a lease given to a dropped
-    /// future returns at its deadline.
+    /// The oldest ready assignment, or `None` after `wait` (an hour at most). The caller holds a slot. Not cancel-safe: a lease
+    /// given to a dropped future returns at its deadline.
     async fn lease(&self, lane: Lane, wait: Duration) -> Result<Option<Lease>, QueueError>;
     /// Puts the deadline off by the lease time from now.
     async fn extend(&self, lease: &Lease) -> Result<(), QueueError>;
-    /// Back to the queue, in its old place, after `delay`.
+    /// Back to the queue, in its old place, after `delay` ([`MAX_DELAY`] at most).
     async fn release(&self, lease: Lease, delay: Duration) -> Result<(), QueueError>;
     /// Out of the queue, for good; durable on return.
     async fn complete(&self, lease: Lease) -> Result<Settled, QueueError>;
-    /// Dead letter first, then out of the queue.
+    /// Dead letter and out of the queue, or neither. The store keeps a bounded number of the newest dead letters.
     async fn reject(&self, lease: Lease, reason: &str) -> Result<(), QueueError>;
     /// Takes a task out whatever its state (ready, delayed, leased). `false`: it was not there.
     async fn cancel(&self, lane: Lane, task: TaskId) -> Result<bool, QueueError>;
     async fn depth(&self, lane: Lane) -> Result<Depth, QueueError>;
-    /// Whether a task is held, and its envelope.
+    /// Whether a task is held (in whichever lane), and its envelope.
     async fn get(&self, task: TaskId) -> Result<Option<Queued>, QueueError>;
     /// All of a lane in queue order, without payloads.
     async fn list(&self, lane: Lane) -> Result<Vec<QueuedFacts>, QueueError>;
@@ -57,8 +60,9 @@ pub enum Settled {
     LeaseLost,
 }
 
-/// The right to one delivery, until `deadline`.
-#[derive(Debug)]
+/// The right to one delivery, until the lease time after it was given or last extended. Whoever may have to repeat a failed
+/// `complete`, `release` or `reject` keeps a clone.
+#[derive(Clone)]
 pub struct Lease {
     pub lane: Lane,
     pub task: TaskId,
@@ -67,6 +71,14 @@ pub struct Lease {
     pub delivery: u32,
     /// How the implementation knows it again; opaque to others.
     pub token: LeaseToken,
+}
+
+/// Without the payload: sealed or not, it is nothing for a log.
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Lease { lane, task, delivery, token, sealed: _ } = self;
+        write!(f, "Lease {{ {lane} {task:?} delivery {delivery} seq {} fence {} }}", token.seq, token.fence)
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -120,7 +132,7 @@ pub enum QueueHealth {
     Unfit(String),
 }
 
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum QueueError {
     #[error("sealed assignment of {bytes} bytes is larger than {limit}")]
     TooLarge { bytes: usize, limit: usize },
@@ -130,6 +142,9 @@ pub enum QueueError {
     /// The store refuses to be trusted; a person must act.
     #[error("queue is damaged: {0}")]
     Damaged(String),
+    /// Another controller holds the store; only one may.
+    #[error("queue is in use: {0}")]
+    InUse(String),
     /// A lease that is no longer ours.
     #[error("lease is lost")]
     LeaseLost,
