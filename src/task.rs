@@ -116,7 +116,9 @@ pub fn read_task(raw: &[u8]) -> Result<TaskFacts, TaskFault> {
         Err(fault) => {
             let found = salvage::fields(raw);
             let steps = found.payload.and_then(|text| payload::read(text).ok()).map_or(0, |job| job.steps);
-            let reason = format!("The task that Gitea sent cannot be decoded ({fault}). Run the job again.");
+            let reason = format!(
+                "The task that Gitea sent cannot be decoded ({fault}). Run the job again; if it comes again, look at its event's body."
+            );
             return Err(TaskFault::new(found.id, steps, reason));
         }
     };

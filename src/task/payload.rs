@@ -17,6 +17,10 @@ use serde_saphyr::{
 
 use super::{MAX_KEY_BYTES, MAX_LABEL_BYTES, MAX_LABELS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES, cut};
 
+/// Real workflows nest some ten levels. The parser recurses, with up to 28 KiB of stack a level in a debug build, and a thread has
+/// 2 MiB: a stack that overflows would end the whole controller.
+const MAX_DEPTH: usize = 32;
+
 /// The one job of a payload.
 #[derive(Debug)]
 pub(super) struct Job {
@@ -64,10 +68,11 @@ pub(super) fn read(payload: &[u8]) -> Result<Job, String> {
 fn parse(text: &str) -> Result<Jobs, serde_saphyr::Error> {
     let options = serde_saphyr::options! {
         budget: serde_saphyr::budget! {
-            max_depth: 128,
+            max_depth: MAX_DEPTH,
             max_total_scalar_bytes: 2 * MAX_PAYLOAD_BYTES,
             max_recorded_anchor_bytes: 2 * MAX_PAYLOAD_BYTES,
         },
+        alias_limits: serde_saphyr::alias_limits! { max_replay_stack_depth: MAX_DEPTH },
         // A struct refuses a field that comes twice, as Gitea and the runner do; below the fields that we read, anything goes.
         duplicate_keys: DuplicateKeyPolicy::PassThrough,
         // Gitea 1.26 expands them before it sends the payload, 1.27 refuses them.
@@ -76,19 +81,19 @@ fn parse(text: &str) -> Result<Jobs, serde_saphyr::Error> {
         null_as_string: true,
         strict_booleans: true,
         ignore_binary_tag_for_string: true,
-        non_finite_float_policy: NonFiniteFloatPolicy::AsString,
+        non_finite_float_policy: NonFiniteFloatPolicy::PassThrough,
         // Errors go to the job's log, where lines of the workflow do not belong.
         with_snippet: false,
     };
     let mut first = None;
     let end = serde_saphyr::with_deserializer_from_str_with_options(text, options, |yaml| {
-        first = Some(Workflow::deserialize(yaml)?);
+        first = Option::<Workflow>::deserialize(yaml)?;
         Ok(())
     });
     match (first, end) {
         (Some(workflow), Ok(()) | Err(serde_saphyr::Error::MultipleDocuments { .. })) => Ok(workflow.jobs.unwrap_or_default()),
-        (_, Err(fault)) => Err(fault),
         (None, Ok(())) => Ok(Jobs::default()),
+        (_, Err(fault)) => Err(fault),
     }
 }
 
