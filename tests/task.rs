@@ -1,7 +1,7 @@
 //! What `task` reads, against real tasks of two Gitea versions and against each hard case that we know of.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::{collections::BTreeMap, fs, path::Path};
+use std::{collections::BTreeMap, fs, path::Path, sync::OnceLock};
 
 use buffa::Message as _;
 use gitea_dynamic_runner::{
@@ -12,7 +12,12 @@ use gitea_dynamic_runner::{
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-fn fixtures() -> BTreeMap<String, Vec<u8>> {
+fn fixtures() -> &'static BTreeMap<String, Vec<u8>> {
+    static READ: OnceLock<BTreeMap<String, Vec<u8>>> = OnceLock::new();
+    READ.get_or_init(read_fixtures)
+}
+
+fn read_fixtures() -> BTreeMap<String, Vec<u8>> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gitea-tasks");
     let mut found = BTreeMap::new();
     for prefix in ["", "gitea-1.26.0/"] {
@@ -43,7 +48,7 @@ fn every_real_task_gives_its_facts() {
     let fixtures = fixtures();
     assert_eq!(fixtures.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
     assert!(fixtures.len() > 60);
-    for (name, raw) in &fixtures {
+    for (name, raw) in fixtures {
         let facts = read_task(raw).unwrap_or_else(|fault| panic!("{name}: {fault:?}"));
         assert_eq!(shown(&facts), expected[name], "{name}");
         assert_eq!(facts.token.expose().len(), 40, "{name}");

@@ -145,25 +145,29 @@ impl Assignment {
         if found.token_hash != stored.token_hash {
             return Err(refused("it was made of a task with another token".into()));
         }
-        match (lane, stored.refusal, &found.refusal) {
-            // A refusal stands, with the reason that was given when it was made; another version may word it differently.
-            (Lane::Refused, Some(reason), _) => {
-                found.refusal = Some(reason.to_owned());
-                found.lane = Lane::Refused;
-                found.spiffe_id = String::new();
-            }
-            (Lane::Refused, None, _) => return Err(refused("it is refused without a reason".into())),
-            (_, Some(_), _) => return Err(refused(format!("it is refused, and in the lane {lane}"))),
-            (_, None, Some(reason)) => return Err(refused(format!("it can no longer be served: {reason}"))),
-            (_, None, None) if found.lane != lane => {
-                return Err(refused(format!("it is in the lane {lane}, and `runs-on` names {}", found.lane)));
-            }
-            (_, None, None) if found.spiffe_id != stored.spiffe_id => {
-                return Err(refused(format!("its identity is {}, and its context gives {}", stored.spiffe_id, found.spiffe_id)));
-            }
-            (_, None, None) => {}
-        }
+        check(&mut found, lane, &stored).map_err(refused)?;
         Ok(found)
+    }
+}
+
+/// Compares what was stored with what the task inside gives now.
+fn check(found: &mut Assignment, lane: Lane, stored: &Stored<'_>) -> Result<(), String> {
+    match (lane, stored.refusal, &found.refusal) {
+        // A refusal stands, with the reason that was given when it was made; another version may word it differently.
+        (Lane::Refused, Some(reason), _) => {
+            found.refusal = Some(reason.to_owned());
+            found.lane = Lane::Refused;
+            found.spiffe_id = String::new();
+            Ok(())
+        }
+        (Lane::Refused, None, _) => Err("it is refused without a reason".into()),
+        (_, Some(_), _) => Err(format!("it is refused, and in the lane {lane}")),
+        (_, None, Some(reason)) => Err(format!("it can no longer be served: {reason}")),
+        (_, None, None) if found.lane != lane => Err(format!("it is in the lane {lane}, and `runs-on` names {}", found.lane)),
+        (_, None, None) if found.spiffe_id != stored.spiffe_id => {
+            Err(format!("its identity is {}, and its context gives {}", stored.spiffe_id, found.spiffe_id))
+        }
+        (_, None, None) => Ok(()),
     }
 }
 
@@ -212,4 +216,236 @@ fn open_bytes(sealed: &[u8], keys: &SealKeys) -> Result<Zeroizing<Vec<u8>>, Open
         return Err(refused(None, format!("it holds more than {} MiB", MAX_STORED_BYTES >> 20)));
     }
     Ok(plain)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::proto;
+
+    const KEY: &str = "1111111111111111111111111111111111111111111111111111111111111111";
+    const OTHER: &str = "2222222222222222222222222222222222222222222222222222222222222222";
+
+    fn rules() -> Rules {
+        Rules { trust_domain: "ci.example".into(), vm_label: "vm".into() }
+    }
+
+    fn keys() -> SealKeys {
+        SealKeys::parse(KEY).unwrap()
+    }
+
+    fn raw(answer: &[u8]) -> Vec<u8> {
+        proto::task_of_answer(answer).unwrap().unwrap()
+    }
+
+    fn plain_task() -> Vec<u8> {
+        raw(include_bytes!("../../tests/fixtures/gitea-tasks/two-labels.bin"))
+    }
+
+    fn assignment() -> Assignment {
+        Assignment::of_task(plain_task(), &rules(), 1_790_000_000_000).unwrap()
+    }
+
+    fn stored<'a>(of: &'a Assignment) -> Stored<'a> {
+        Stored {
+            task: of.task.0,
+            lane: of.lane.code(),
+            spiffe_id: &of.spiffe_id,
+            token_hash: of.token_hash,
+            fetched_at_ms: of.fetched_at_ms,
+            refusal: of.refusal.as_deref(),
+            raw: of.raw.expose(),
+        }
+    }
+
+    fn open(stored: &Stored<'_>) -> Result<Assignment, OpenFault> {
+        Assignment::open(&seal_bytes(&postcard::to_stdvec(stored).unwrap(), &keys()), &keys(), &rules())
+    }
+
+    /// All but the raw task's `Debug`, which shows nothing.
+    fn same(a: &Assignment, b: &Assignment) {
+        assert_eq!(format!("{a:?}"), format!("{b:?}"));
+        assert_eq!(a.raw.expose(), b.raw.expose());
+    }
+
+    fn reason_of(fault: OpenFault) -> String {
+        match fault {
+            OpenFault::Refused { reason, .. } => reason,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_is_sealed_opens_again_and_shows_no_secret() {
+        let sealed = assignment().seal(&keys());
+        same(&Assignment::open(&sealed, &keys(), &rules()).unwrap(), &assignment());
+        for hidden in [&b"jobs"[..], b"boss", b"spiffe"] {
+            assert!(!sealed.windows(hidden.len()).any(|window| window == hidden));
+        }
+        assert_ne!(sealed, assignment().seal(&keys()), "a nonce was used twice");
+        let mut unknown_field = plain_task();
+        unknown_field.extend([0x9a, 0x06, 2, b'h', b'i']);
+        let kept = Assignment::of_task(unknown_field.clone(), &rules(), 1).unwrap();
+        assert_eq!(Assignment::open(&kept.seal(&keys()), &keys(), &rules()).unwrap().raw.expose(), unknown_field);
+    }
+
+    #[test]
+    fn no_changed_byte_and_no_cut_is_taken() {
+        let sealed = assignment().seal(&keys());
+        for at in 0..sealed.len() {
+            for flip in [1, 0x80, 0xff] {
+                let mut bad = sealed.clone();
+                bad[at] ^= flip;
+                match (at, Assignment::open(&bad, &keys(), &rules()).unwrap_err()) {
+                    (0, OpenFault::NewerVersion(version)) => assert!(version > VERSION),
+                    (1..5, OpenFault::UnknownKey(id)) => assert_ne!(id, keys().sealing_id()),
+                    (1..5, fault) => panic!("{fault:?}"),
+                    (_, OpenFault::Refused { task: None, .. }) => {}
+                    (at, fault) => panic!("{at}: {fault:?}"),
+                }
+            }
+        }
+        for cut in 0..sealed.len() {
+            assert!(matches!(Assignment::open(&sealed[..cut], &keys(), &rules()), Err(OpenFault::Refused { .. })), "{cut}");
+        }
+        let longer = [sealed.as_slice(), b"x"].concat();
+        assert!(matches!(Assignment::open(&longer, &keys(), &rules()), Err(OpenFault::Refused { .. })));
+        // The head of one on the body of another.
+        let mut swapped = assignment().seal(&keys());
+        swapped[..HEADER_BYTES].copy_from_slice(&sealed[..HEADER_BYTES]);
+        assert!(matches!(Assignment::open(&swapped, &keys(), &rules()), Err(OpenFault::Refused { .. })));
+    }
+
+    #[test]
+    fn a_version_or_a_key_that_is_not_known_is_no_damage() {
+        let mut sealed = assignment().seal(&keys());
+        let fault = Assignment::open(&sealed, &SealKeys::parse(OTHER).unwrap(), &rules()).unwrap_err();
+        assert!(matches!(&fault, OpenFault::UnknownKey(id) if *id == keys().sealing_id()), "{fault}");
+        sealed[0] = 2;
+        assert!(matches!(Assignment::open(&sealed, &keys(), &rules()), Err(OpenFault::NewerVersion(2))));
+        assert!(matches!(Assignment::open(&[7], &keys(), &rules()), Err(OpenFault::NewerVersion(7))));
+        assert!(matches!(Assignment::open(&[], &keys(), &rules()), Err(OpenFault::Refused { .. })));
+    }
+
+    #[test]
+    fn the_first_key_seals_and_every_key_opens() {
+        let rotated = SealKeys::parse(&format!("# new\n{OTHER}\n\n# old\n  {KEY}  \n")).unwrap();
+        let old = assignment().seal(&keys());
+        let new = assignment().seal(&rotated);
+        same(&Assignment::open(&old, &rotated, &rules()).unwrap(), &Assignment::open(&new, &rotated, &rules()).unwrap());
+        assert!(
+            matches!(Assignment::open(&new, &keys(), &rules()), Err(OpenFault::UnknownKey(id)) if id == rotated.sealing_id())
+        );
+        assert!(!format!("{rotated:?}").contains("2222"));
+    }
+
+    #[test]
+    fn a_faulty_key_file_is_told_all_its_faults_and_none_of_its_keys() {
+        let text = format!("{KEY}\nabc\n{}\n{KEY}\n{}\n", "zz".repeat(32), "33".repeat(33));
+        let reason = SealKeys::parse(&text).unwrap_err();
+        for says in ["line 2 is not 64 hex digits", "line 3 is", "line 4 has the key", "line 5 is", "openssl rand -hex 32"] {
+            assert!(reason.contains(says), "{reason}");
+        }
+        for hidden in ["abc", "1111", "zz", "3333"] {
+            assert!(!reason.contains(hidden), "{reason}");
+        }
+        assert!(SealKeys::parse("\n# none\n").unwrap_err().contains("no key"));
+        let many: String = (0..17u8).map(|at| format!("{}\n", hex::encode([at; 32]))).collect();
+        assert!(SealKeys::parse(&many).unwrap_err().contains("17 keys"));
+    }
+
+    #[test]
+    fn an_envelope_that_disagrees_with_its_task_is_refused() {
+        let honest = assignment();
+        same(&open(&stored(&honest)).unwrap(), &honest);
+        let refused =
+            Assignment::of_task(raw(include_bytes!("../../tests/fixtures/gitea-tasks/one-label.bin")), &rules(), 1).unwrap();
+        let says = |change: &dyn Fn(&mut Stored<'_>), of: &Assignment| {
+            let mut lie = stored(of);
+            change(&mut lie);
+            reason_of(open(&lie).unwrap_err())
+        };
+        assert!(says(&|s| s.task = 72, &honest).contains("task 72"));
+        assert!(says(&|s| s.task = 0, &honest).contains("task 0"));
+        assert!(says(&|s| s.lane = Lane::Vm.code(), &honest).contains("lane vm"));
+        assert!(says(&|s| s.lane = 9, &honest).contains("lane 9"));
+        assert!(says(&|s| s.lane = Lane::Refused.code(), &honest).contains("without a reason"));
+        assert!(says(&|s| s.refusal = Some("x"), &honest).contains("in the lane pod"));
+        assert!(says(&|s| s.spiffe_id = "spiffe://ci.example/ci/acme/other/hello", &honest).contains("identity"));
+        assert!(says(&|s| s.token_hash[0] ^= 1, &honest).contains("token"));
+        assert!(says(&|s| s.raw = b"", &honest).contains("cannot be read"));
+        let swapped = Stored { raw: refused.raw.expose(), ..stored(&honest) };
+        assert!(reason_of(open(&swapped).unwrap_err()).contains("task inside is 2"));
+        let promoted = says(
+            &|s| {
+                s.lane = Lane::Pod.code();
+                s.refusal = None;
+            },
+            &refused,
+        );
+        assert!(promoted.contains("no longer be served"), "{promoted}");
+        // The controller's own settings changed while it waited.
+        let sealed = honest.seal(&keys());
+        let moved = Rules { trust_domain: "other.example".into(), ..rules() };
+        assert!(reason_of(Assignment::open(&sealed, &keys(), &moved).unwrap_err()).contains("other.example"));
+    }
+
+    #[test]
+    fn what_is_packed_too_large_is_refused_without_being_unpacked_whole() {
+        let bomb = seal_bytes(&vec![0; MAX_STORED_BYTES + 1], &keys());
+        assert!(bomb.len() < 1 << 20);
+        assert!(reason_of(Assignment::open(&bomb, &keys(), &rules()).unwrap_err()).contains("more than 33 MiB"));
+    }
+
+    #[test]
+    fn a_task_that_is_too_large_is_refused_kept_and_opened() {
+        let mut huge = plain_task();
+        huge.resize(MAX_TASK_BYTES + 1000, 0);
+        let refused = Assignment::of_task(huge, &rules(), 5).unwrap();
+        assert_eq!((refused.lane, refused.task, refused.raw.expose().len()), (Lane::Refused, TaskId(1), MAX_TASK_BYTES + 1));
+        same(&Assignment::open(&refused.seal(&keys()), &keys(), &rules()).unwrap(), &refused);
+    }
+
+    #[test]
+    fn envelopes_of_the_past_and_of_a_later_writer_open() {
+        let kept = Assignment::open(include_bytes!("../../tests/fixtures/envelopes/version-1.bin"), &keys(), &rules()).unwrap();
+        same(&kept, &assignment());
+        let later = include_bytes!("../../tests/fixtures/envelopes/version-1-later-writer.bin");
+        assert_eq!(&open_bytes(later, &keys()).unwrap()[..][open_bytes(later, &keys()).unwrap().len() - 5..], b"\x04more");
+        same(&Assignment::open(later, &keys(), &rules()).unwrap(), &assignment());
+        let refused =
+            Assignment::open(include_bytes!("../../tests/fixtures/envelopes/version-1-refused.bin"), &keys(), &rules()).unwrap();
+        assert_eq!((refused.lane, refused.refusal.as_deref()), (Lane::Refused, Some("A reason as it was worded then.")));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+
+        #[test]
+        fn any_bytes_in_an_envelope_are_opened_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..400), cut in any::<prop::sample::Index>()) {
+            let _: Result<Assignment, OpenFault> = Assignment::open(&bytes, &keys(), &rules());
+            prop_assert!(Assignment::open(&seal_bytes(&bytes, &keys()), &keys(), &rules()).is_err());
+            let honest = assignment();
+            let mut plain = postcard::to_stdvec(&stored(&honest)).unwrap();
+            let at = cut.index(plain.len());
+            plain.splice(at..(at + bytes.len().min(8)).min(plain.len()), bytes.iter().copied().take(8));
+            if let Ok(found) = Assignment::open(&seal_bytes(&plain, &keys()), &keys(), &rules()) {
+                prop_assert_eq!(found.refusal.is_some(), found.lane == Lane::Refused);
+            }
+        }
+
+        #[test]
+        fn any_task_that_gives_an_assignment_opens_again(bytes in prop::collection::vec(any::<u8>(), 0..200), id in 1..i64::MAX) {
+            let mut raw = vec![8];
+            buffa::encoding::encode_varint(id.cast_unsigned(), &mut raw);
+            raw.extend(bytes);
+            if let Ok(made) = Assignment::of_task(raw, &rules(), 1) {
+                prop_assert_eq!(made.refusal.is_some(), made.lane == Lane::Refused);
+                same(&Assignment::open(&made.seal(&keys()), &keys(), &rules()).unwrap(), &made);
+            }
+        }
+    }
 }
