@@ -134,3 +134,102 @@ fn lane_of(facts: &TaskFacts, rules: &Rules) -> Result<Lane, String> {
     }
     Ok(task::backend_of(&facts.labels, &rules.vm_label)?.lane())
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+    use buffa::Message as _;
+
+    use super::*;
+    use crate::proto::{self, runner};
+
+    fn rules() -> Rules {
+        Rules { trust_domain: "ci.example".into(), vm_label: "vm-dev".into() }
+    }
+
+    fn real(name: &str) -> Assignment {
+        let path = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("tests/fixtures/gitea-tasks/{name}.bin"));
+        let raw = proto::task_of_answer(&std::fs::read(path).unwrap()).unwrap().unwrap();
+        let made = Assignment::of_task(raw.clone(), &rules(), 5).unwrap();
+        assert_eq!((made.raw.expose(), made.fetched_at_ms, made.id), (raw.as_slice(), 5, made.task.assignment()));
+        made
+    }
+
+    #[test]
+    fn a_job_gets_the_lane_that_it_names_and_an_identity_of_its_own() {
+        let made = real("two-labels");
+        assert_eq!((made.lane, made.refusal, made.steps), (Lane::Pod, None, 1));
+        assert_eq!(made.spiffe_id, "spiffe://ci.example/ci/boss/two-labels/hello");
+        assert_eq!((made.repository.as_str(), made.run_id.as_str()), ("boss/two-labels", "1"));
+        let made = real("rich-job");
+        assert_eq!((made.lane, made.steps, made.trust), (Lane::Vm, 4, Trust::Own));
+        let made = real("secrets-vars-org-private");
+        assert_eq!(made.spiffe_id, "spiffe://ci.example/ci/acme.corp/repo-name_5f1.x/secret");
+        assert_eq!(made.repository, "Acme.Corp/Repo-Name_1.x");
+        assert_ne!(real("rerun-attempt-1").token_hash, real("rerun-attempt-2").token_hash);
+    }
+
+    #[test]
+    fn what_only_a_backend_can_refuse_is_not_refused_here() {
+        let docker = real("container-services");
+        assert_eq!((docker.lane, docker.needs_docker.as_deref()), (Lane::Pod, Some("`container:`")));
+        let context = serde_json::json!({"repository": "acme/app", "event_name": "pull_request", "ref": "refs/pull/2/head",
+            "event": {"pull_request": {"head": {"repo": null}, "base": {"repo": {"id": 7}}}}});
+        let fork = made_of("jobs: {check: {runs-on: [self-hosted, pod]}}", &context);
+        assert_eq!((fork.lane, fork.trust), (Lane::Pod, Trust::PullRequest));
+        assert_eq!(fork.spiffe_id, "spiffe://ci.example/ci-pr/acme/app/check");
+    }
+
+    fn made_of(payload: &str, context: &serde_json::Value) -> Assignment {
+        let task = runner::Task {
+            id: 71,
+            workflow_payload: Some(payload.as_bytes().to_vec()),
+            context: buffa::MessageField::some(serde_json::from_value(context.clone()).unwrap()),
+            ..Default::default()
+        };
+        Assignment::of_task(task.encode_to_vec(), &rules(), 5).unwrap()
+    }
+
+    #[test]
+    fn what_cannot_be_served_is_kept_with_a_reason_that_says_what_to_write() {
+        for (name, repository, says) in [
+            ("one-label", "boss/one-label", "without `self-hosted`"),
+            ("runs-on-missing", "boss/runs-on-missing", "no `runs-on`"),
+            ("runs-on-empty-list", "boss/runs-on-empty-list", "`runs-on: [self-hosted, vm-dev]`"),
+            ("runs-on-fromjson", "boss/runs-on-fromjson", "fromJSON"),
+            ("needs-runs-on-build", "boss/needs-runs-on", "without `needs`"),
+            ("gitea-1.26.0/reusable-1-call", "boss/reusable", "`./.gitea/workflows/reusable-callee.yaml`"),
+        ] {
+            let made = real(name);
+            let reason = made.refusal.unwrap();
+            assert!(reason.contains(says), "{name}: {reason}");
+            assert_eq!((made.lane, made.spiffe_id.as_str(), made.repository.as_str()), (Lane::Refused, "", repository));
+        }
+        let context = serde_json::json!({"repository": "acme/app", "run_id": "9"});
+        for (payload, says) in [
+            ("jobs: {}", "no job"),
+            ("jobs: {a: {}, b: {}}", "2 jobs"),
+            ("jobs: [", "cannot be read"),
+            ("jobs: {a: {uses: ./x.yaml, runs-on: [self-hosted, pod]}}", "1.27"),
+            ("jobs: {a: {runs-on: [self-hosted, vm]}}", "nor `vm-dev`"),
+        ] {
+            let made = made_of(payload, &context);
+            let reason = made.refusal.unwrap();
+            assert!(reason.contains(says), "{payload}: {reason}");
+            assert_eq!(
+                (made.lane, made.task, made.repository.as_str(), made.run_id.as_str()),
+                (Lane::Refused, TaskId(71), "acme/app", "9")
+            );
+        }
+    }
+
+    #[test]
+    fn a_broken_task_is_kept_as_long_as_its_id_can_be_read() {
+        let made = Assignment::of_task(vec![8, 71, 0x12, 0xff], &rules(), 5).unwrap();
+        assert_eq!((made.lane, made.task, made.repository.as_str()), (Lane::Refused, TaskId(71), ""));
+        assert!(made.refusal.unwrap().contains("cannot be decoded"));
+        for raw in [vec![], vec![8, 0], b"not a task".to_vec()] {
+            assert!(!Assignment::of_task(raw, &rules(), 5).unwrap_err().is_empty());
+        }
+    }
+}
