@@ -5,6 +5,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     process::Stdio,
     time::Duration,
@@ -123,7 +124,9 @@ impl RealGitea {
         let kind = [("content-type", "application/x-www-form-urlencoded")];
         let answer = Rest::anonymous(self.url()).send(Method::POST, "/user/login", &kind, form.into()).await.unwrap();
         assert!(answer.status.is_redirection(), "log in: {} {}", answer.status, answer.text());
-        answer.cookies.join("; ")
+        // The session's cookie is set twice, and a browser keeps the last of each name.
+        let jar: BTreeMap<&str, &str> = answer.cookies.iter().filter_map(|cookie| cookie.split_once('=')).collect();
+        jar.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join("; ")
     }
 
     /// Posts a form without fields or gets a page of the web, as the administrator.
