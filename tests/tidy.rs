@@ -28,6 +28,7 @@ enum Layer {
 const ROOMS: &[(&str, Layer)] = &[
     ("assignment", Layer::Fact),
     ("claims", Layer::Fact),
+    ("environment", Layer::Fact),
     ("ids", Layer::Fact),
     ("names", Layer::Fact),
     ("plan", Layer::Fact),

@@ -73,7 +73,6 @@ async fn a_job_cancelled_while_it_runs_is_never_green_and_its_children_are_gone(
     story(STORY, a_cancelled_running_job(Version::Current)).await;
 }
 
-/// Version 1.26 has no form that cancels by the run's id; the newest run's number is the same in a repository with one run.
 #[tokio::test]
 async fn on_gitea_1_26_a_job_cancelled_while_it_runs_is_never_green_and_its_children_are_gone() {
     story(STORY, a_cancelled_running_job(Version::Old)).await;

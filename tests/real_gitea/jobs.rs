@@ -85,7 +85,10 @@ jobs:
     assert_eq!(repository.conclusion(run, RUN).await, "failure");
     let job = repository.jobs(run).await.remove(0);
     let steps: Vec<&str> = job.steps.iter().map(|(_, conclusion)| conclusion.as_str()).collect();
-    assert_eq!(steps, ["success", "failure", "skipped"]);
+    // The REST API of 1.26 gives each step the job's conclusion.
+    if version == Version::Current {
+        assert_eq!(steps, ["success", "failure", "skipped"]);
+    }
     let log = repository.log(job.id).await;
     assert_eq!(log.iter().filter(|row| *row == "and now it is not").count(), 1, "{log:#?}");
     assert!(!log.iter().any(|row| row == "never said"), "{log:#?}");
