@@ -27,6 +27,7 @@ enum Layer {
 
 const ROOMS: &[(&str, Layer)] = &[
     ("assignment", Layer::Fact),
+    ("backoff", Layer::Fact),
     ("claims", Layer::Fact),
     ("environment", Layer::Fact),
     ("ids", Layer::Fact),
