@@ -9,8 +9,8 @@
 #
 # PEERS_DIR (default ~/.cache/gitea-dynamic-runner/peers) keeps the neighbours and tools that are built or downloaded: about ten
 # minutes once, seconds afterwards. As root, missing Debian packages are installed; otherwise they are named.
-set -euo pipefail
 # shellcheck disable=SC2329  # what a group needs is called by the group's name
+set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 all_groups=(lint unit gitea)

@@ -4,9 +4,12 @@
 use std::time::Duration;
 
 use http::Method;
+use serde_json::json;
 
 use crate::support::{
+    Gate,
     controller::{Controller, ControllerOptions},
+    eventually,
     gitea::{RealGitea, Repository, Version, Visibility},
     official, story,
 };
@@ -295,6 +298,45 @@ jobs:
         for row in ["Good morning, world", "output said to world"] {
             assert!(log.iter().any(|given| given == row), "{row}: {log:#?}");
         }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_dispatched_job_gets_its_inputs_and_runs_again_when_it_is_rerun() {
+    story(STORY, async {
+        let gitea = RealGitea::start(Version::Current, "").await;
+        let gate = Gate::new().await;
+        gate.open();
+        let _controller = Controller::start(&gitea, ControllerOptions::default()).await;
+        let workflow = format!(
+            r#"
+on:
+  workflow_dispatch:
+    inputs:
+      word:
+        required: true
+jobs:
+  say:
+    runs-on: [self-hosted, pod]
+    steps:
+      - run: |
+          test ! -e "$HOME/left-by-the-run-before" && touch "$HOME/left-by-the-run-before"
+          {}
+          echo "the word is ${{{{ inputs.word }}}}"
+"#,
+            gate.sign("said")
+        );
+        let files = [(".gitea/workflows/ci.yaml", workflow.as_str())];
+        let repository = gitea.repository("dispatched", Visibility::Public, &files).await;
+        repository.dispatch("ci.yaml", json!({"word": "quince"})).await;
+        let run = repository.newest_run_after(0).await;
+        assert_eq!(repository.conclusion(run, RUN).await, "success");
+        let log = repository.only_log(run).await;
+        assert!(log.iter().any(|row| row == "the word is quince"), "{log:#?}");
+        repository.rerun(run).await;
+        eventually("it runs again", RUN, async || (gate.calls("said") == 2).then_some(())).await;
+        assert_eq!(repository.conclusion(run, RUN).await, "success", "in an environment without what the first run left");
     })
     .await;
 }

@@ -155,7 +155,8 @@ impl Controller {
 
     /// The names of the environments that exist, by the controller's own metadata on disk.
     pub(crate) fn environments(&self) -> Vec<String> {
-        names(&self.state().join("private/environments"))
+        let files = names(&self.state().join("private/environments"));
+        files.iter().filter_map(|file| file.strip_suffix(".json")).map(str::to_owned).collect()
     }
 
     /// What runs because of this controller.
@@ -176,15 +177,15 @@ impl Controller {
         let command = String::from_utf8_lossy(&std::fs::read(proc.join("cmdline")).ok()?).replace('\0', " ");
         let folder = self.folder.to_str().unwrap();
         let by_uid = am_root() && (self.first_uid..self.first_uid + UIDS).contains(&uid);
-        let by_folder = command.contains(folder) || std::fs::read_link(proc.join("cwd")).is_ok_and(|cwd| cwd.starts_with(folder));
+        let within = |link: &str| std::fs::read_link(proc.join(link)).is_ok_and(|target| target.starts_with(folder));
+        let by_folder = command.contains(folder) || within("cwd") || within("exe");
         let giteas = command.contains(self.gitea_folder.to_str().unwrap());
         (by_uid || (by_folder && !giteas)).then_some(Process { pid, command })
     }
 
     /// The processes of environments that are executors (and not what an executor started).
     pub(crate) fn executors(&self) -> Vec<Process> {
-        let program = self.program.to_str().unwrap();
-        let is_executor = |process: &Process| process.command.contains(program) && process.command.contains(" executor");
+        let is_executor = |process: &Process| process.command.split(' ').nth(1) == Some("executor");
         self.processes().into_iter().filter(is_executor).collect()
     }
 
@@ -219,9 +220,11 @@ impl Drop for Controller {
             signal::kill(Pid::from_raw(process.pid), signal::SIGKILL).ok();
         }
         if failed || !left.is_empty() {
-            let log = self.log();
-            let skip = log.lines().count().saturating_sub(60);
-            eprintln!("the controller's last rows:\n{}", log.lines().skip(skip).collect::<Vec<_>>().join("\n"));
+            eprintln!("the controller's last rows:\n{}", tail(&self.log(), 60));
+            let logs = self.state().join("private/logs");
+            for name in names(&logs) {
+                eprintln!("{name}:\n{}", tail(&std::fs::read_to_string(logs.join(&name)).unwrap_or_default(), 15));
+            }
         }
         if !failed {
             assert!(left.is_empty(), "left behind: {left:#?}");
@@ -253,6 +256,11 @@ fn place(file: &Path, folder: &Path) -> PathBuf {
             .unwrap_or_else(|error| panic!("{}: {error}; tests/run.sh gitea installs it", file.display()));
     }
     placed
+}
+
+fn tail(text: &str, rows: usize) -> String {
+    let skip = text.lines().count().saturating_sub(rows);
+    text.lines().skip(skip).collect::<Vec<_>>().join("\n")
 }
 
 fn names(folder: &Path) -> Vec<String> {
