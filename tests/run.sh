@@ -148,11 +148,20 @@ open_scratch() {
   trap sweep EXIT
 }
 
-# A test stops what it started. This catches what a killed one left behind.
+# A test stops what it started. This catches what a killed one left behind: whoever runs a program of, or stands in, our folder.
 sweep() {
-  local status=$? record
+  local status=$? record link pid
   for record in "$scratch"/*/gitea/gitea.pid; do
     [ -e "$record" ] && bash tests/peers/run-gitea.sh --stop "$(dirname "$record")"
+  done
+  for link in /proc/[0-9]*/exe /proc/[0-9]*/cwd; do
+    case $(readlink "$link" 2>/dev/null) in
+      "$scratch"/*)
+        pid=${link#/proc/}
+        say "left behind by a test: process ${pid%/*}"
+        kill -9 "${pid%/*}" 2>/dev/null || true
+        ;;
+    esac
   done
   rm -rf "$scratch"
   exit "$status"
