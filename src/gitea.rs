@@ -16,7 +16,6 @@ use hyper_util::{
 pub use self::error::{RpcError, RpcFault};
 use crate::{
     proto::{self, runner as wire},
-    queue::MAX_SEALED_BYTES,
     secret::Secret,
 };
 
@@ -25,6 +24,8 @@ pub mod register;
 pub mod report;
 pub mod tls;
 
+/// Longest answer that is read: a task with all its secrets and needs, as large as what the queue takes.
+const MAX_ANSWER_BYTES: usize = 48 << 20;
 /// How Gitea is told to bound FetchTask. Within it Gitea gives the claim back when we are gone (measured on 1.27).
 const FETCH_SERVER_LIMIT: Duration = Duration::from_secs(15);
 /// How much longer we listen: a lost answer is a lost job (rule R1), so we never hang up first.
@@ -98,8 +99,8 @@ impl RunnerRpc {
             return Err(ClientFault(format!("{url:?} is no http:// or https:// URL")));
         }
         let config = ClientConfig::new(base)
-            .with_default_max_message_size(MAX_SEALED_BYTES)
-            .with_default_element_memory_limit(4 * MAX_SEALED_BYTES)
+            .with_default_max_message_size(MAX_ANSWER_BYTES)
+            .with_default_element_memory_limit(4 * MAX_ANSWER_BYTES)
             .with_default_headers(headers);
         Ok(Self { client: wire::RunnerServiceClient::new(transport.clone(), config.clone()), transport, config })
     }

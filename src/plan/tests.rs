@@ -1,3 +1,4 @@
+//! What `plan` decides, case by case, and what must hold for every case.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use proptest::prelude::*;

