@@ -75,6 +75,9 @@ pub struct Claim {
 /// Why a request is refused; the label of `facade_denied_total`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Denied {
+    /// After a start, before the environments were counted: ask again.
+    #[error("not ready: the controller is still counting its environments")]
+    NotYet,
     #[error("denied: no such assignment is served")]
     Assignment,
     #[error("denied: the certificate is another job's")]
@@ -90,6 +93,7 @@ pub enum Denied {
 impl Denied {
     pub fn label(self) -> &'static str {
         match self {
+            Denied::NotYet => "not_yet",
             Denied::Assignment => "assignment",
             Denied::Identity => "identity",
             Denied::Capability => "capability",
@@ -113,11 +117,15 @@ struct Entry {
 
 #[derive(Default)]
 struct State {
+    /// All environments that existed at the start are in.
+    counted: bool,
     entries: HashMap<AssignmentId, Entry>,
     /// Assignments on which somebody acts right now; nobody else may.
     busy: HashSet<AssignmentId>,
     /// Environments that ended without `start`, by assignment (rule R10).
     attempts: HashMap<AssignmentId, u32>,
+    /// Creates that failed, by assignment. Not attempts: there was no environment.
+    create_failures: HashMap<AssignmentId, u32>,
     /// Assignments to stop that have no environment yet.
     stops: HashSet<AssignmentId>,
     /// Who may write to the job's log: one at a time.
@@ -153,6 +161,11 @@ impl Claims {
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing panics while holding it; if something did, the data is still whole, for every change is one statement.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on an unknown assignment is refused for good.
+    pub fn counted(&self) {
+        self.lock().counted = true;
     }
 
     pub fn key(&self) -> &CapabilityKey {
@@ -211,7 +224,8 @@ impl Claims {
 
     /// Who asks? Every request of an environment passes here (rule R6).
     pub fn admit(&self, assignment: AssignmentId, spiffe_id: &str, capability: &str) -> Result<Claim, Denied> {
-        let claim = self.get(assignment).ok_or(Denied::Assignment)?;
+        let unknown = if self.lock().counted { Denied::Assignment } else { Denied::NotYet };
+        let claim = self.get(assignment).ok_or(unknown)?;
         if claim.spiffe_id != spiffe_id {
             return Err(Denied::Identity);
         }
@@ -318,10 +332,19 @@ impl Claims {
         *attempts
     }
 
+    /// One more create failed; answers how many now.
+    pub fn count_create_failure(&self, assignment: AssignmentId) -> u32 {
+        let mut state = self.lock();
+        let failures = state.create_failures.entry(assignment).or_default();
+        *failures += 1;
+        *failures
+    }
+
     /// The assignment is over: nothing of it is remembered.
     pub fn forget(&self, assignment: AssignmentId) {
         let mut state = self.lock();
         state.attempts.remove(&assignment);
+        state.create_failures.remove(&assignment);
         state.stops.remove(&assignment);
         state.reports.remove(&assignment);
         state.entries.remove(&assignment);
@@ -364,6 +387,8 @@ mod tests {
     fn two_jobs_with_one_spiffe_id_cannot_reach_each_other() {
         let claims = Claims::new(CapabilityKey::random());
         let (a, b) = (Nonce::random(), Nonce::random());
+        assert_eq!(claims.admit(TaskId(1).assignment(), "", "").unwrap_err(), Denied::NotYet);
+        claims.counted();
         claims.offer(claim(1, &a));
         claims.offer(claim(2, &b));
         let (one, two) = (TaskId(1).assignment(), TaskId(2).assignment());

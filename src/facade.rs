@@ -88,7 +88,11 @@ async fn admit(State(gate): State<Gate>, mut request: Request, next: Next) -> Re
         Err(denied) => {
             gate.metrics.facade_denied.get_or_create(&ReasonLabel { reason: denied.label() }).inc();
             tracing::info!(reason = denied.label(), "refused a request at the facade");
-            ConnectError::permission_denied(denied.to_string()).into_response()
+            match denied {
+                Denied::NotYet => ConnectError::unavailable(denied.to_string()),
+                _ => ConnectError::permission_denied(denied.to_string()),
+            }
+            .into_response()
         }
     }
 }

@@ -7,6 +7,7 @@ use std::{sync::Arc, time::Duration};
 use tokio_util::sync::CancellationToken;
 
 pub mod authority;
+pub mod binder;
 
 /// Our own X.509-SVID, kept fresh from a Workload API; clones share it.
 #[derive(Clone)]

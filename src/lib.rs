@@ -24,5 +24,14 @@ pub mod metrics;
 pub mod queue;
 
 // Roles: what the controller does.
-pub mod facade;
+pub mod reconcile;
 pub mod scheduler;
+pub mod slots;
+pub mod waiting;
+pub mod worker;
+
+// Wiring.
+pub mod config;
+pub mod health;
+pub mod supervise;
+pub mod telemetry;

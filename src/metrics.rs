@@ -190,7 +190,7 @@ impl Metrics {
                 let _ = self.infra_failures.get_or_create(&BackendReason { backend, reason });
             }
         }
-        for reason in ["identity", "capability", "assignment", "revoked", "terminal", "task", "rate"] {
+        for reason in ["not_yet", "identity", "capability", "assignment", "revoked", "terminal", "task", "rate"] {
             let _ = self.facade_denied.get_or_create(&ReasonLabel { reason });
         }
     }

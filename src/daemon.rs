@@ -1,0 +1,387 @@
+//! The controller put together: makes every part from the settings, connects them, runs them, and ends them in order.
+//!
+//! Sees everything and decides nothing. `build` opens and binds, and spawns nothing; `run` spawns, watches and drains.
+
+use std::{collections::HashMap, net::SocketAddr, sync::Arc, time::Duration};
+
+use anyhow::Context as _;
+use tokio::{net::TcpListener, sync::watch};
+use tokio_util::sync::CancellationToken;
+
+use crate::{
+    assignment::{Rules, seal::SealKeys},
+    backend::{
+        Backend,
+        local::{ForkPullRequests, Isolation, LocalBackend, LocalConfig},
+    },
+    backoff::Backoff,
+    claims::Claims,
+    config::{BackendConfig, Config, LocalSettings, tools::Tools},
+    facade::Facade,
+    gitea::RunnerRpc,
+    health::Health,
+    http::{self, Access, Http},
+    identity::{self, Identity, ServeLimits, authority::Authority, binder::Binder},
+    ids::BackendKind,
+    leader::LeaderPass,
+    metrics::{BackendLabel, Metrics},
+    plan,
+    queue::{AssignmentQueue, embedded::EmbeddedQueue, held::Leases},
+    reconcile::{Reconciler, Steps},
+    scheduler::{Scheduler, SchedulerStatus},
+    slots::Slots,
+    supervise::{EndedEarly, Essential},
+    waiting::Waiting,
+    worker::{self, Target, Workshop},
+};
+
+mod state;
+
+pub(crate) use self::state::write_private;
+
+/// Ending takes at most this and `SERVE_DRAIN` together, so that systemd's and Kubernetes' patience is never needed.
+const BEGIN_DRAIN: Duration = Duration::from_secs(8);
+const SERVE_DRAIN: Duration = Duration::from_millis(1500);
+const IDENTITY_LIMIT: Duration = Duration::from_secs(30);
+/// Of the facade. An environment has four at most, and there are as many as slots.
+const CONNECTIONS_PER_ENVIRONMENT: usize = 4;
+
+pub struct Daemon {
+    core: Core,
+    facade_listener: TcpListener,
+    http_listener: TcpListener,
+}
+
+/// What the roles are made of.
+struct Core {
+    config: Config,
+    tools: Tools,
+    rpc: RunnerRpc,
+    queue: Arc<dyn AssignmentQueue>,
+    pass: LeaderPass,
+    keys: SealKeys,
+    claims: Claims,
+    leases: Leases,
+    authority: Authority,
+    backends: HashMap<BackendKind, Arc<dyn Backend>>,
+    slots: HashMap<BackendKind, Slots>,
+    metrics: Metrics,
+    facade_url: String,
+}
+
+/// Where a running daemon listens.
+#[derive(Debug, Clone, Copy)]
+pub struct Addresses {
+    pub facade: SocketAddr,
+    pub http: SocketAddr,
+}
+
+/// Why the process ends with an error.
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    #[error(transparent)]
+    EndedEarly(#[from] EndedEarly),
+    #[error("{0:#}")]
+    Start(anyhow::Error),
+}
+
+impl Daemon {
+    /// Opens the state directory, and binds the listeners. Nothing runs yet.
+    pub async fn build(config: Config, tools: Tools) -> anyhow::Result<Self> {
+        let state = state::StateDirectory::open(&config.state_directory).context("open state directory")?;
+        let queue = EmbeddedQueue::open(&state.private.join("queue.redb")).context("open queue")?;
+        let pass = LeaderPass::of_database(&queue);
+        let keys = state.seal_keys(config.keys.seal.as_deref()).context("read seal key")?;
+        let claims = Claims::new(state.capability_key(config.keys.capability.as_deref()).context("read capability key")?);
+        let credentials = Some((config.gitea.uuid.as_str(), &config.gitea.token));
+        let rpc = RunnerRpc::to_gitea(&config.gitea.url, config.gitea.ca_file.as_deref(), credentials).context("make Gitea client")?;
+        let authority = Authority::open(&state.private.join("ca"), &config.identity.trust_domain).context("open certificate authority")?;
+        let (metrics, mut backends, mut slots) = (Metrics::new(), HashMap::new(), HashMap::new());
+        for backend in config.backends() {
+            let local = local_backend(&config, backend, &tools).with_context(|| format!("make {} backend", backend.kind))?;
+            backends.insert(backend.kind, local);
+            slots.insert(backend.kind, Slots::new(backend.capacity));
+            let limit = i64::try_from(backend.capacity).unwrap_or(i64::MAX);
+            let _ = metrics.capacity_limit.get_or_create(&BackendLabel { backend: backend.kind.as_str() }).set(limit);
+        }
+        let facade_listener = bind("RUNNER_FACADE_LISTEN", config.facade.listen).await?;
+        let http_listener = bind("HTTP_LISTEN", config.http.listen).await?;
+        let facade_url = match &config.facade.url {
+            Some(url) => url.clone(),
+            None => format!("https://{}", facade_listener.local_addr().context("look up facade address")?),
+        };
+        let (queue, leases): (Arc<dyn AssignmentQueue>, _) = (Arc::new(queue), Leases::default());
+        let core =
+            Core { config, tools, rpc, queue, pass, keys, claims, leases, authority, backends, slots, metrics, facade_url };
+        Ok(Self { core, facade_listener, http_listener })
+    }
+
+    pub fn addresses(&self) -> anyhow::Result<Addresses> {
+        Ok(Addresses { facade: self.facade_listener.local_addr()?, http: self.http_listener.local_addr()? })
+    }
+
+    pub fn metrics(&self) -> &Metrics {
+        &self.core.metrics
+    }
+
+    /// Runs until `stop`, or until an essential task ends. Environments go on after it.
+    pub async fn run(self, stop: CancellationToken) -> Result<(), RunError> {
+        let Daemon { core, facade_listener, http_listener } = self;
+        let binder = Binder::Embedded(core.authority.clone());
+        let (status, scheduler_status) = watch::channel(SchedulerStatus::default());
+        let (serving, is_serving) = watch::channel(false);
+        let (capabilities, server_capabilities) = watch::channel(String::new());
+        // `begin`: nothing new is begun. `serve`: no more requests are answered. `begin` comes first.
+        let (begin, serve) = (CancellationToken::new(), CancellationToken::new());
+        let (mut beginning, mut serving_tasks) = (Essential::default(), Essential::default());
+        let health = Health {
+            scheduler: scheduler_status,
+            serving: is_serving,
+            stopping: begin.clone(),
+            warnings: core.tools.missing.clone(),
+        };
+        let parts = Parts { core: &core, binder: binder.clone(), begin: begin.clone() };
+        let http = parts.http(health);
+        let reconcilers = parts.reconcilers();
+        let workshop = parts.workshop();
+        let scheduler = parts.scheduler(capabilities, status);
+        let waiting = parts.waiting();
+        let facade = parts.facade(server_capabilities);
+        let connections = core.slots.values().map(Slots::capacity).sum::<usize>() * CONNECTIONS_PER_ENVIRONMENT + 16;
+
+        serving_tasks.spawn("http", http::serve(http_listener, http.router(), serve.clone()));
+        let started = async {
+            let identity = own_identity(&core.config, &core.authority).await?;
+            let reconcilers = count_environments(reconcilers, &begin).await;
+            core.claims.counted();
+            anyhow::Ok((identity, reconcilers))
+        };
+        let (identity, reconcilers) = tokio::select! {
+            started = started => started.map_err(RunError::Start)?,
+            () = stop.cancelled() => return Ok(()),
+        };
+        let limits = ServeLimits {
+            connections,
+            // Siblings of a matrix have one SPIFFE ID, so all of them may be one peer.
+            connections_per_peer: connections,
+            handshake: Duration::from_secs(10),
+            max_age: Duration::from_secs(3600),
+        };
+        let tls = identity.server_config();
+        serving_tasks.spawn("facade", identity::serve(facade_listener, tls, facade.router(), limits, serve.clone()));
+        for (reconciler, steps) in reconcilers {
+            let name = match reconciler.backend.kind() {
+                BackendKind::Pod => "reconcile/pod",
+                BackendKind::Vm => "reconcile/vm",
+            };
+            beginning.spawn(name, reconciler.run(steps));
+        }
+        for (kind, backend) in &core.backends {
+            let name = match kind {
+                BackendKind::Pod => "worker/pod",
+                BackendKind::Vm => "worker/vm",
+            };
+            if let Some(slots) = core.slots.get(kind) {
+                beginning.spawn(name, worker::worker(workshop.clone(), Arc::clone(backend), slots.clone(), begin.clone()));
+            }
+        }
+        beginning.spawn("worker/refusals", worker::refusals(workshop, begin.clone()));
+        beginning.spawn("leases", worker::extend_leases(Arc::clone(&core.queue), core.leases.clone(), begin.clone()));
+        beginning.spawn("waiting", waiting.run(begin.clone()));
+        beginning.spawn("scheduler", scheduler.run(begin.clone(), core.pass));
+        core.metrics.leader.set(1);
+        serving.send_replace(true);
+        tracing::info!(version = env!("CARGO_PKG_VERSION"), "controller runs");
+
+        let ended = tokio::select! {
+            () = stop.cancelled() => None,
+            ended = beginning.ended() => Some(ended),
+            ended = serving_tasks.ended() => Some(ended),
+        };
+        tracing::info!("stopping: nothing new is begun; running environments go on");
+        begin.cancel();
+        still_running(beginning.drain(BEGIN_DRAIN).await);
+        serve.cancel();
+        core.authority.shutdown().await;
+        still_running(serving_tasks.drain(SERVE_DRAIN).await);
+        match ended {
+            Some(ended) => Err(ended.into()),
+            None => Ok(()),
+        }
+    }
+}
+
+fn still_running(names: Vec<&'static str>) {
+    if !names.is_empty() {
+        tracing::warn!(?names, "tasks did not end in time; what they held is found again at the next start");
+    }
+}
+
+async fn bind(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
+    TcpListener::bind(address).await.with_context(|| format!("listen on {name}={address}"))
+}
+
+async fn own_identity(config: &Config, authority: &Authority) -> anyhow::Result<Identity> {
+    let socket = config.state_directory.join("private/controller.sock");
+    let identity = &config.identity;
+    authority.ensure_socket(&socket, &identity.facade_spiffe_id, None).await.context("serve the controller's own identity")?;
+    let endpoint = format!("unix://{}", socket.display());
+    Identity::connect(&endpoint, &identity.trust_domain, &identity.facade_spiffe_id, IDENTITY_LIMIT)
+        .await
+        .context("get the controller's own identity")
+}
+
+/// The first pass of each backend, until each has answered: before that, nobody knows whose request is whose.
+async fn count_environments(reconcilers: Vec<Reconciler>, stop: &CancellationToken) -> Vec<(Reconciler, Steps)> {
+    let mut counted = Vec::new();
+    for reconciler in reconcilers {
+        let (mut steps, mut backoff) = (Steps::new(), Backoff::new(Duration::from_millis(200), Duration::from_secs(10)));
+        while let Err(e) = reconciler.environments_pass(&mut steps).await {
+            tracing::warn!(backend = %reconciler.backend.kind(), error = %e, "failed to count environments; will try again");
+            tokio::select! {
+                () = backoff.wait() => {}
+                () = stop.cancelled() => break,
+            }
+        }
+        counted.push((reconciler, steps));
+    }
+    counted
+}
+
+fn local_backend(config: &Config, backend: &BackendConfig, tools: &Tools) -> anyhow::Result<Arc<dyn Backend>> {
+    let LocalSettings { executor_uid, unisolated, fork_prs, metadata_prefix, runner_bin: _, path, proxy } = &config.local;
+    let root = nix::unistd::geteuid().is_root();
+    let isolation = Isolation::choose(root, *unisolated, *executor_uid).map_err(anyhow::Error::msg)?;
+    let instance = config.gitea.instance();
+    let mut local = LocalConfig::new(backend.kind, instance, config.state_directory.clone(), isolation);
+    local.metadata_prefix.clone_from(metadata_prefix);
+    local.runner_bin = tools.runner.as_ref().map(|r| r.path.clone());
+    local.path.clone_from(path);
+    local.proxy.clone_from(proxy);
+    local.fork_prs = if *fork_prs { ForkPullRequests::Accepted } else { ForkPullRequests::Refused };
+    Ok(Arc::new(LocalBackend::new(local)?))
+}
+
+/// Makes the roles from the daemon's parts.
+struct Parts<'a> {
+    core: &'a Core,
+    binder: Binder,
+    begin: CancellationToken,
+}
+
+impl Parts<'_> {
+    fn rules(&self) -> Rules {
+        let config = &self.core.config;
+        Rules { trust_domain: config.identity.trust_domain.clone(), vm_label: config.vm_label.clone() }
+    }
+
+    fn cleans_up(&self) -> bool {
+        self.core.tools.runner.as_ref().is_some_and(crate::config::tools::Runner::cleans_up)
+    }
+
+    fn http(&self, health: Health) -> Http {
+        let config = &self.core.config.http;
+        Http {
+            reasons: Arc::new(move || health.reasons()),
+            metrics: self.core.metrics.clone(),
+            access: Access {
+                read_token: config.read_token.clone(),
+                trust_loopback: config.trust_loopback,
+                hosts: config.hosts.clone(),
+            },
+        }
+    }
+
+    fn scheduler(&self, server_capabilities: watch::Sender<String>, status: watch::Sender<SchedulerStatus>) -> Scheduler {
+        let core = self.core;
+        Scheduler {
+            rpc: core.rpc.clone(),
+            queue: Arc::clone(&core.queue),
+            claims: core.claims.clone(),
+            rules: self.rules(),
+            keys: core.keys.clone(),
+            capacity: core.slots.iter().map(|(kind, slots)| (*kind, slots.capacity())).collect(),
+            version: format!("gitea-dynamic-runner v{}", env!("CARGO_PKG_VERSION")),
+            capabilities: if self.cleans_up() { vec!["cancelling".into()] } else { Vec::new() },
+            metrics: core.metrics.clone(),
+            server_capabilities,
+            status,
+        }
+    }
+
+    fn workshop(&self) -> Workshop {
+        let Core { config, rpc, queue, pass, keys, claims, leases, metrics, facade_url, .. } = self.core;
+        let seconds = |backend: &Option<BackendConfig>| backend.as_ref().map_or(14_400, |b| b.timeout_seconds);
+        Workshop {
+            rpc: rpc.clone(),
+            queue: Arc::clone(queue),
+            leases: leases.clone(),
+            claims: claims.clone(),
+            rules: self.rules(),
+            keys: keys.clone(),
+            binder: self.binder.clone(),
+            metrics: metrics.clone(),
+            pass: *pass,
+            target: Target {
+                instance: config.gitea.instance(),
+                facade_url: facade_url.clone(),
+                facade_spiffe_id: config.identity.facade_spiffe_id.clone(),
+                gitea_url: config.gitea.url.clone(),
+                gitea_ca_file: config.gitea.ca_file.clone(),
+                pod_deadline_seconds: seconds(&config.pod),
+                vm_deadline_seconds: seconds(&config.vm),
+            },
+        }
+    }
+
+    fn waiting(&self) -> Waiting {
+        let core = self.core;
+        Waiting {
+            rpc: core.rpc.clone(),
+            queue: Arc::clone(&core.queue),
+            leases: core.leases.clone(),
+            claims: core.claims.clone(),
+            rules: self.rules(),
+            keys: core.keys.clone(),
+            slots: core.slots.clone(),
+            metrics: core.metrics.clone(),
+            pass: core.pass,
+        }
+    }
+
+    fn facade(&self, server_capabilities: watch::Receiver<String>) -> Facade {
+        let core = self.core;
+        Facade {
+            rpc: core.rpc.clone(),
+            claims: core.claims.clone(),
+            queue: Arc::clone(&core.queue),
+            leases: core.leases.clone(),
+            backends: core.backends.clone(),
+            pass: core.pass,
+            metrics: core.metrics.clone(),
+            server_capabilities,
+        }
+    }
+
+    fn reconcilers(&self) -> Vec<Reconciler> {
+        let core = self.core;
+        let slots = |kind| core.slots.get(kind).cloned().unwrap_or_else(|| Slots::new(1));
+        let make = |(kind, backend): (&BackendKind, &Arc<dyn Backend>)| Reconciler {
+            backend: Arc::clone(backend),
+            slots: slots(kind),
+            rpc: core.rpc.clone(),
+            queue: Arc::clone(&core.queue),
+            leases: core.leases.clone(),
+            claims: core.claims.clone(),
+            rules: self.rules(),
+            keys: core.keys.clone(),
+            binder: self.binder.clone(),
+            metrics: core.metrics.clone(),
+            pass: core.pass,
+            stop_grace: if self.cleans_up() { plan::STOP_GRACE_CLEANUP } else { plan::STOP_GRACE },
+            stop: self.begin.clone(),
+        };
+        core.backends.iter().map(make).collect()
+    }
+}
+

@@ -1,0 +1,267 @@
+//! The steps that a plan names, carried out. Each may be cut off by a crash at any line; the comments say what the next pass does.
+
+use std::time::{Duration, Instant};
+
+use super::Reconciler;
+use crate::{
+    assignment::Assignment,
+    backend::{BackendError, Gone, Mark, Observed},
+    backoff::Backoff,
+    claims::{Claim, ClaimPhase, Verdict},
+    gitea::report::{self, Settlement},
+    ids::{AssignmentId, EnvironmentName},
+    metrics::{BackendOutcome, BackendReason, ResultLabel},
+    plan::{NoStart, Removal},
+};
+
+/// Environments that may end without `start` before the job fails (rule R10).
+const MAX_ATTEMPTS: u32 = 3;
+const AGAIN_DELAY: Duration = Duration::from_secs(2);
+
+#[derive(Clone, Copy)]
+enum Until {
+    /// Nothing of it runs; its metadata stays.
+    Halted,
+    /// Nothing of it is left.
+    Gone,
+}
+
+impl Reconciler {
+    /// After a restart: its slot is counted, its identity served again, and it is offered or goes on as claimed.
+    pub(super) async fn adopt(&self, environment: &Observed) {
+        let assignment = environment.assignment;
+        let Some(_busy) = self.claims.begin(assignment) else { return };
+        self.slots.restore(assignment);
+        let known = match environment.claimed {
+            true => None,
+            false => match self.queued(assignment).await {
+                Some(known) => Some(known),
+                // Not readable just now. It keeps its slot; the next pass looks again.
+                None => return,
+            },
+        };
+        if let Err(e) = self.binder.bind(environment).await {
+            tracing::warn!(assignment = %assignment, executor = %environment.name, error = %e, "failed to bind an identity; will try again");
+            return;
+        }
+        let phase = match &known {
+            Some(known) => ClaimPhase::Offered { raw: known.raw.clone() },
+            None => ClaimPhase::Claimed,
+        };
+        self.claims.offer(Claim {
+            assignment,
+            backend: environment.backend,
+            name: environment.name.clone(),
+            nonce: environment.nonce.clone(),
+            spiffe_id: environment.spiffe_id.clone(),
+            steps: environment.steps,
+            phase,
+            offered_at: Instant::now(),
+            fetched_at: known
+                .as_ref()
+                .map_or(environment.created_at, |k| std::time::UNIX_EPOCH + Duration::from_millis(k.fetched_at_ms)),
+            token_hash: known.map(|k| k.token_hash),
+            stop: None,
+            superseded: false,
+            known_steps: Vec::new(),
+        });
+        self.metrics.recovered_jobs.get_or_create(&ResultLabel { result: "reattached" }).inc();
+        tracing::info!(event = "executor_found", assignment = %assignment, backend = %environment.backend, executor = %environment.name,
+            claimed = environment.claimed, "environment {} goes on", environment.name);
+    }
+
+    async fn queued(&self, assignment: AssignmentId) -> Option<Assignment> {
+        let held = self.queue.get(assignment.task()).await.ok()??;
+        match Assignment::open(&held.sealed, &self.keys, &self.rules) {
+            Ok(known) => Some(known),
+            Err(e) => {
+                tracing::error!(assignment = %assignment, error = %e, "failed to open the assignment of an environment");
+                None
+            }
+        }
+    }
+
+    pub(super) async fn remove(
+        &self,
+        name: EnvironmentName,
+        environment: Option<Observed>,
+        assignment: AssignmentId,
+        why: Removal,
+    ) {
+        let Some(_busy) = self.claims.begin(assignment) else { return };
+        let serves = self.claims.get(assignment).is_some_and(|c| c.name == name);
+        if serves {
+            self.claims.revoke(assignment);
+        }
+        if !matches!(why, Removal::Terminal) {
+            let reason = why.label();
+            self.metrics.orphans_collected.get_or_create(&BackendReason { backend: self.backend.kind().as_str(), reason }).inc();
+            tracing::info!(assignment = %assignment, executor = %name, reason, "removing environment {name}");
+        }
+        if !self.until(Until::Gone, &name).await {
+            return;
+        }
+        self.unbind(environment.as_ref()).await;
+        // A duplicate has no slot of its own.
+        if why != Removal::Duplicate {
+            self.slots.release(assignment);
+            tracing::debug!(assignment = %assignment, executor = %name, "environment is gone; its slot is free");
+        }
+        if why == Removal::Terminal {
+            self.claims.forget(assignment);
+        }
+    }
+
+    pub(super) async fn make_again(
+        &self,
+        name: EnvironmentName,
+        environment: Option<Observed>,
+        assignment: AssignmentId,
+        why: NoStart,
+    ) {
+        let Some(_busy) = self.claims.begin(assignment) else { return };
+        // `start` may have come after the plan was made.
+        if self.claims.get(assignment).is_some_and(|c| c.name != name || !matches!(c.phase, ClaimPhase::Offered { .. })) {
+            return;
+        }
+        let claim = self.claims.revoke(assignment);
+        if !self.until(Until::Gone, &name).await {
+            return;
+        }
+        self.unbind(environment.as_ref()).await;
+        let how = match &why {
+            NoStart::Ended(how) => format!("it {how}"),
+            NoStart::ClaimTimeout => "it did not take the job within 4 minutes".into(),
+            NoStart::Vanished => "it vanished".into(),
+        };
+        let attempts = self.claims.count_attempt(assignment);
+        let backend = self.backend.kind().as_str();
+        self.metrics.infra_failures.get_or_create(&BackendReason { backend, reason: "no_start" }).inc();
+        tracing::warn!(event = "claim_timeout", assignment = %assignment, backend, executor = %name, attempts, how,
+            "environment {name} ended before it took its job");
+        if attempts >= MAX_ATTEMPTS {
+            let reason = format!("{attempts} environments ended before they could take this job; of the last one: {how}.");
+            let steps = claim.map_or(environment.map_or(0, |e| e.steps), |c| c.steps);
+            if self.report(assignment, Verdict::Failure, reason, steps, None).await {
+                self.complete(assignment).await;
+                self.claims.forget(assignment);
+            }
+        } else {
+            let row = format!("Environment {name} ended before it took the job ({how}); making another one.");
+            let lock = self.claims.report_lock(assignment);
+            let _reporting = lock.lock().await;
+            if let Err(e) = report::say(&self.rpc, assignment.task(), &[row]).await {
+                tracing::debug!(assignment = %assignment, error = %e, "failed to write a status row into the job's log");
+            }
+            if let Err(e) = self.leases.release(self.queue.as_ref(), assignment.task(), AGAIN_DELAY * attempts).await {
+                tracing::warn!(assignment = %assignment, error = %e, "failed to give an assignment back; its lease runs out");
+            }
+        }
+        self.slots.release(assignment);
+    }
+
+    /// The environment will not end the job any more, so the controller does.
+    pub(super) async fn settle(
+        &self,
+        name: EnvironmentName,
+        environment: Option<Observed>,
+        assignment: AssignmentId,
+        verdict: Verdict,
+        reason: String,
+    ) {
+        let Some(_busy) = self.claims.begin(assignment) else { return };
+        // Its own terminal report may have come after the plan was made.
+        if self.claims.get(assignment).is_some_and(|c| c.name != name || matches!(c.phase, ClaimPhase::Terminal)) {
+            return;
+        }
+        let claim = self.claims.revoke(assignment);
+        if !self.until(Until::Halted, &name).await {
+            return;
+        }
+        let backend = self.backend.kind().as_str();
+        let outcome = match verdict {
+            Verdict::Failure => "failure",
+            Verdict::Cancelled => "cancelled",
+        };
+        tracing::warn!(assignment = %assignment, backend, executor = %name, reason, outcome, "ending job {assignment} in its environment's place");
+        let steps = claim.as_ref().map_or(environment.as_ref().map_or(0, |e| e.steps), |c| c.steps);
+        // We may die before Gitea took it, or before the mark: the next start finds it halted and without the mark, and
+        // settles again, which Gitea bears.
+        if !self.report(assignment, verdict, reason, steps, claim.as_ref()).await {
+            return;
+        }
+        self.metrics.jobs_completed.get_or_create(&BackendOutcome { backend, outcome }).inc();
+        if verdict == Verdict::Failure {
+            self.metrics.infra_failures.get_or_create(&BackendReason { backend, reason: "lost" }).inc();
+        }
+        match self.backend.mark(&name, Mark::Terminal, &self.pass).await {
+            Ok(()) | Err(BackendError::NotFound) => {}
+            Err(e) => tracing::warn!(executor = %name, error = %e, "failed to mark an environment; it is removed all the same"),
+        }
+        self.complete(assignment).await;
+        if self.until(Until::Gone, &name).await {
+            self.unbind(environment.as_ref()).await;
+            self.slots.release(assignment);
+            self.claims.forget(assignment);
+        }
+    }
+
+    async fn report(
+        &self,
+        assignment: AssignmentId,
+        verdict: Verdict,
+        reason: String,
+        steps: u32,
+        claim: Option<&Claim>,
+    ) -> bool {
+        let lock = self.claims.report_lock(assignment);
+        let _reporting = lock.lock().await;
+        let settlement = Settlement {
+            verdict,
+            reasons: vec![reason],
+            steps,
+            known_steps: claim.map(|c| c.known_steps.clone()).unwrap_or_default(),
+            started_at: claim.map_or_else(std::time::SystemTime::now, |c| c.fetched_at),
+        };
+        report::settle_until(&self.rpc, assignment.task(), &settlement, &self.stop).await
+    }
+
+    /// Out of the queue, if it is there still; only after Gitea took the end (rule R9).
+    async fn complete(&self, assignment: AssignmentId) {
+        if let Err(e) = self.leases.complete(self.queue.as_ref(), self.backend.kind().lane(), assignment.task()).await {
+            tracing::warn!(assignment = %assignment, error = %e, "failed to take an ended assignment out of the queue; it comes back and is found over");
+        }
+    }
+
+    async fn unbind(&self, environment: Option<&Observed>) {
+        if let Some(environment) = environment {
+            self.binder.unbind(environment).await;
+        }
+    }
+
+    /// Asks the backend until it is so; `false` only on `stop`.
+    async fn until(&self, what: Until, name: &EnvironmentName) -> bool {
+        let mut backoff = Backoff::new(Duration::from_millis(20), Duration::from_secs(5));
+        let mut failures = 0u32;
+        loop {
+            let gone = match what {
+                Until::Halted => self.backend.ensure_halted(name, &self.pass).await,
+                Until::Gone => self.backend.ensure_gone(name, &self.pass).await,
+            };
+            match gone {
+                Ok(Gone::Gone) | Err(BackendError::NotFound) => return true,
+                Ok(Gone::Leaving) => {}
+                Err(e) => {
+                    failures += 1;
+                    if failures.is_power_of_two() {
+                        tracing::warn!(executor = %name, error = %e, failures, "failed to remove environment {name}; will try again");
+                    }
+                }
+            }
+            tokio::select! {
+                () = backoff.wait() => {}
+                () = self.stop.cancelled() => return false,
+            }
+        }
+    }
+}
