@@ -190,7 +190,9 @@ impl MetricsRecorder for LastError {
 impl LastError {
     fn explain(&self) -> &'static str {
         match *self.0.lock().unwrap_or_else(PoisonError::into_inner) {
-            Some(MetricsErrorKind::ClientCreation) => "; nobody answers there: is the agent or controller running?",
+            Some(MetricsErrorKind::ClientCreation) => {
+                "; nobody answers there, or hangs up at once: is the agent or controller running, and is the socket for this user?"
+            }
             Some(MetricsErrorKind::StreamConnect | MetricsErrorKind::StreamError) => {
                 "; it was refused: is the entry registered, and is it for this user and socket?"
             }
