@@ -15,7 +15,7 @@ impl Binder {
     pub async fn bind(&self, environment: &Observed) -> Result<(), IdentityError> {
         match (self, &environment.workload_socket) {
             (Binder::Embedded(authority), Some(socket)) => {
-                authority.ensure_socket(socket, &environment.spiffe_id, environment.uid).await
+                authority.ensure_socket(socket, &environment.spiffe_id, environment.uid).await.map(|_| ())
             }
             (Binder::Embedded(_), None) => {
                 let way_out =
