@@ -58,6 +58,8 @@ pub fn keeper_main(_args: Vec<std::ffi::OsString>) -> ExitCode {
 /// Signals are blocked first of all, so that a stop in the first moment is kept, not deadly.
 fn prepare() -> Result<UnixStream> {
     signals().thread_block()?;
+    // What the controller was started with (a shell's pipe, say) is none of a job's business.
+    close_fds::set_fds_cloexec_threadsafe(3, &[]);
     crate::process::harden()?;
     umask(FileMode::from_bits_truncate(0o077));
     // Of a session of its own: what is sent to the controller's group or terminal does not reach the environment.
