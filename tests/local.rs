@@ -19,14 +19,15 @@ use std::{
 
 use gitea_dynamic_runner::{
     backend::{
-        Backend, BackendError, Ensured, EnvironmentSpec, Gone, Mark, Observed, Phase,
-        local::{Isolation, Limits, LocalBackend, LocalConfig},
+        Backend, BackendError, Ensured, EnvironmentSpec, Gone, JobNeeds, Mark, Observed, Phase,
+        local::{ForkPullRequests, Isolation, Limits, LocalBackend, LocalConfig, WithoutIsolation},
     },
     ids::{BackendKind, EnvironmentName, InstanceId, Nonce, TaskId},
     leader::LeaderPass,
     process::{self, ProcessIdentity},
     queue::embedded::EmbeddedQueue,
     secret::Secret,
+    task::Trust,
 };
 use serde_json::{Value, json};
 
@@ -232,12 +233,15 @@ async fn ended(backend: &LocalBackend, name: &EnvironmentName) -> String {
 async fn an_executor_gets_exactly_its_environment_and_no_right_beyond_its_uid() {
     for isolation in isolations(fresh_base()) {
         let world = World::new(isolation);
-        let script = "cat /proc/$$/environ >$HOME/environ; ls /proc/$$/fd >$HOME/fds; pwd >$HOME/pwd; \
-            cat /proc/$$/status >$HOME/status; umask >$HOME/umask; ulimit -c >$HOME/core; echo >$HOME/done; exit 3";
+        let script = "cat /proc/$$/environ >$HOME/environ; ls -l /proc/$$/fd >$HOME/fds; pwd >$HOME/pwd; \
+            cat /proc/self/status >$HOME/status; umask >$HOME/umask; ulimit -c >$HOME/core; echo >$HOME/done; exit 3";
         let mut config = world.config(script);
         config.runner_bin = Some("/opt/runner".into());
         config.proxy = vec![("https_proxy".into(), "http://proxy.example.test:3128".into())];
         let backend = LocalBackend::new(config).unwrap();
+        // Something that the controller was started with, as from a careless shell.
+        let inherited = fs::File::create(world.state().join("private/inherited")).unwrap();
+        nix::fcntl::fcntl(&inherited, nix::fcntl::FcntlArg::F_SETFD(nix::fcntl::FdFlag::empty())).unwrap();
         let spec = world.spec(7);
         let (ensured, observed) = backend.ensure(&spec, &world.pass).await.unwrap();
         assert_eq!(ensured, Ensured::Created);
@@ -269,7 +273,7 @@ async fn an_executor_gets_exactly_its_environment_and_no_right_beyond_its_uid() 
         let environ = read("environ");
         assert_eq!(environ.trim_end_matches('\0').split('\0').map(str::to_owned).collect::<BTreeSet<_>>(), expected);
         assert!(socket.as_os_str().len() <= 107 && socket.starts_with(world.state().join("sock")), "{}", socket.display());
-        assert_eq!(read("fds"), "0\n1\n2\n");
+        assert!(!read("fds").contains("/private/"), "{}", read("fds"));
         assert_eq!(read("pwd").trim(), format!("{folder}/work"));
         assert_eq!(read("umask").trim(), "0022");
         assert_eq!(read("core").trim(), "0");
@@ -649,20 +653,84 @@ async fn an_executor_that_cannot_start_says_why() {
 
 #[tokio::test]
 async fn a_fork_bomb_stays_within_its_tasks() {
+    // By cgroup, and by the uid's own limit where there is none.
+    for cgroup_root in ["/sys/fs/cgroup", "/nonexistent"] {
+        let Some(isolation) = as_root() else { return };
+        let world = World::new(isolation);
+        let mut config = world.config("f() { f | f & }; (while :; do (setsid sleep 1000 &); done) & (f) & exec sleep 1000");
+        config.limits = Limits { tasks: 40, ..Limits::default() };
+        config.cgroup_root = cgroup_root.into();
+        let backend = LocalBackend::new(config).unwrap();
+        let spec = world.spec(1);
+        backend.ensure(&spec, &world.pass).await.unwrap();
+        eventually("the bomb has grown", || (world.processes().len() > 10).then_some(())).await;
+        for _ in 0..50 {
+            let count = world.processes().len();
+            assert!(count <= 40, "{count} processes");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        world.end(&backend).await;
+    }
+}
+
+#[tokio::test]
+async fn a_job_that_takes_too_much_memory_is_stopped() {
     let Some(isolation) = as_root() else { return };
     let world = World::new(isolation);
-    let mut config = world.config("f() { f | f & }; (while :; do (setsid sleep 1000 &); done) & (f) & exec sleep 1000");
-    config.limits = Limits { tasks: 40, ..Limits::default() };
+    let mut config = world.config("head -c 300000000 /dev/zero | tail -n 1 >/dev/null");
+    config.limits = Limits { memory: Some(64 << 20), ..Limits::default() };
     let backend = LocalBackend::new(config).unwrap();
     let spec = world.spec(1);
     backend.ensure(&spec, &world.pass).await.unwrap();
-    let mut most = 0;
-    let until = Instant::now() + Duration::from_secs(2);
-    while Instant::now() < until {
-        most = most.max(world.processes().len());
-        tokio::time::sleep(Duration::from_millis(20)).await;
+    assert_eq!(ended(&backend, &spec.name).await, "exit code 137");
+    world.end(&backend).await;
+}
+
+#[tokio::test]
+async fn what_a_local_environment_cannot_serve_is_refused_with_the_way_out() {
+    let world = World::new(Isolation::Unisolated);
+    let mut config = world.config("");
+    let backend = LocalBackend::new(config.clone()).unwrap();
+    let job = |trust, docker: Option<&str>| JobNeeds { trust, needs_docker: docker.map(str::to_owned) };
+    assert_eq!(backend.refuses(&job(Trust::Own, None)), None);
+    assert!(backend.refuses(&job(Trust::Own, Some("services:"))).unwrap().contains("services:"));
+    assert!(backend.refuses(&job(Trust::PullRequest, None)).unwrap().contains("LOCAL_FORK_PRS=1"));
+    config.fork_prs = ForkPullRequests::Accepted;
+    let accepting = LocalBackend::new(config).unwrap();
+    assert_eq!(accepting.refuses(&job(Trust::PullRequest, None)), None);
+    assert!(accepting.refuses(&job(Trust::PullRequest, Some("container:"))).is_some());
+    world.end(&backend).await;
+}
+
+#[tokio::test]
+async fn a_fault_of_the_configuration_says_the_way_out() {
+    let world = World::new(Isolation::Unisolated);
+    let fault = |config: LocalConfig| LocalBackend::new(config).err().unwrap().to_string();
+    let good = world.config("");
+    let deep = world.state().join("a".repeat(100));
+    assert!(fault(LocalConfig { state_directory: deep, ..good.clone() }).contains("too long"));
+    assert!(fault(LocalConfig { state_directory: "relative".into(), ..good.clone() }).contains("absolute"));
+    assert!(fault(LocalConfig { executor: Vec::new(), ..good.clone() }).contains("command is empty"));
+    assert!(fault(LocalConfig { state_directory: "/proc/nowhere".into(), ..good.clone() }).contains("STATE_DIRECTORY"));
+    if is_root() {
+        let root = |state: &Path, base| LocalConfig {
+            state_directory: state.to_owned(),
+            isolation: Isolation::UidPerSlot { base },
+            ..good.clone()
+        };
+        assert!(fault(root(world.state(), 0)).contains("POD_EXECUTOR_UID"));
+        let closed = world.state().join("closed");
+        fs::create_dir(&closed).unwrap();
+        fs::set_permissions(&closed, fs::Permissions::from_mode(0o700)).unwrap();
+        assert!(fault(root(&closed.join("state"), 2000)).contains("chmod o+x"));
+        assert_eq!(Isolation::choose(WithoutIsolation::Accepted, 2000), Ok(Isolation::UidPerSlot { base: 2000 }));
+    } else {
+        let isolated = LocalConfig { isolation: Isolation::UidPerSlot { base: 2000 }, ..good.clone() };
+        assert!(fault(isolated).contains("LOCAL_UNISOLATED=1"));
+        assert!(Isolation::choose(WithoutIsolation::Refused, 2000).unwrap_err().contains("LOCAL_UNISOLATED=1"));
+        assert_eq!(Isolation::choose(WithoutIsolation::Accepted, 2000), Ok(Isolation::Unisolated));
     }
-    assert!((10..=41).contains(&most), "{most}");
+    let backend = LocalBackend::new(good).unwrap();
     world.end(&backend).await;
 }
 

@@ -94,17 +94,23 @@ pub struct LocalBackend {
     stripes: [Mutex<()>; STRIPES],
 }
 
+/// Whether to start where environments cannot be kept apart (`LOCAL_UNISOLATED=1`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WithoutIsolation {
+    Refused,
+    Accepted,
+}
+
 impl Isolation {
-    /// What this process can do, or the text that says the way out.
-    pub fn choose(is_root: bool, unisolated: bool, base: u32) -> Result<Self, String> {
-        match (is_root, unisolated) {
-            (_, true) => Ok(Isolation::Unisolated),
-            (true, false) => Ok(Isolation::UidPerSlot { base }),
-            (false, false) => Err(
-                "the local backend needs root to give every job a user of its own: start as root, or set LOCAL_UNISOLATED=1 if \
-                every job may read everything of this user"
-                    .into(),
-            ),
+    /// The best that this process can do, or the text that says the way out. Where isolation is possible it is never given up.
+    pub fn choose(without: WithoutIsolation, base: u32) -> Result<Self, String> {
+        match (check::missing_right(), without) {
+            (None, _) => Ok(Isolation::UidPerSlot { base }),
+            (Some(_), WithoutIsolation::Accepted) => Ok(Isolation::Unisolated),
+            (Some(right), WithoutIsolation::Refused) => Err(format!(
+                "the local backend gives every job a user and namespaces of its own, and that needs {right}: start as root with it, or set \
+                 LOCAL_UNISOLATED=1 if every job may read everything of this user"
+            )),
         }
     }
 }
@@ -137,7 +143,14 @@ impl LocalBackend {
         let layout = Layout { state: config.state_directory.clone() };
         check::config(&config, &layout)?;
         let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        let cgroups = CgroupPlan::make(&config.cgroup_root, &own, &config.limits);
+        let mut cgroups = CgroupPlan::make(&config.cgroup_root, &own, &config.limits);
+        match config.isolation {
+            // A uid of its own has a limit of its own.
+            Isolation::UidPerSlot { .. } => cgroups.unlimited.retain(|what| *what != cgroup::TASKS),
+            Isolation::Unisolated => {
+                tracing::warn!(backend = %config.kind, "environments are not isolated: every job can read everything of this user");
+            }
+        }
         if !cgroups.unlimited.is_empty() {
             let unlimited = cgroups.unlimited.join(", ");
             tracing::warn!(backend = %config.kind, unlimited, "no writable cgroup for this: a job may use all that the machine has of it");
@@ -251,7 +264,7 @@ impl Backend for LocalBackend {
 
     async fn changed(&self) {
         // A keeper of an earlier controller is no child of ours, so its end is only seen by looking: hence the period.
-        if tokio::time::timeout(HINT_PERIOD, self.changed.notified()).await.is_err() {}
+        tokio::time::timeout(HINT_PERIOD, self.changed.notified()).await.ok();
     }
 }
 

@@ -15,6 +15,8 @@ use crate::process::{self, Send};
 
 /// The subgroup into which a controller moves itself, since a version 2 group with processes of its own cannot limit its children.
 const OWN_SUBGROUP: &str = "controller";
+/// What `pids` limits, in words.
+pub(super) const TASKS: &str = "tasks";
 /// Deeper than any group that a job makes for good reason.
 const MAX_DEPTH: u32 = 16;
 
@@ -109,7 +111,7 @@ impl CgroupPlan {
 /// The controllers that the limits need: name, what it limits in words, files and values.
 fn wanted(limits: &Limits, version: u8) -> Vec<(&'static str, &'static str, Vec<(String, String)>)> {
     let file = |v1: &str, v2: &str, value: String| (if version == 1 { v1 } else { v2 }.to_owned(), value);
-    let mut wanted = vec![("pids", "tasks", vec![file("pids.max", "pids.max", limits.tasks.to_string())])];
+    let mut wanted = vec![("pids", TASKS, vec![file("pids.max", "pids.max", limits.tasks.to_string())])];
     if let Some(bytes) = limits.memory {
         wanted.push(("memory", "memory", vec![file("memory.limit_in_bytes", "memory.max", bytes.to_string())]));
     }

@@ -27,8 +27,10 @@ pub(super) fn config(config: &LocalConfig, layout: &Layout) -> Result<(), Backen
         return fault("the executor's command is empty".into());
     }
     if let Isolation::UidPerSlot { base } = config.isolation {
-        if !nix::unistd::geteuid().is_root() {
-            return fault("only root can give every job a uid of its own: start as root, or set LOCAL_UNISOLATED=1".into());
+        if let Some(right) = missing_right() {
+            return fault(format!(
+                "giving every job a uid and namespaces of its own needs {right}: start as root with it, or set LOCAL_UNISOLATED=1"
+            ));
         }
         if base == 0 || base > i32::MAX as u32 {
             return fault(format!("POD_EXECUTOR_UID {base} is no uid for jobs: choose one that no user has, such as 2000"));
@@ -41,6 +43,20 @@ pub(super) fn config(config: &LocalConfig, layout: &Layout) -> Result<(), Backen
         reachable(state)?;
     }
     Ok(())
+}
+
+/// What this process lacks to keep environments apart; a container's root often has not all of it.
+pub(super) fn missing_right() -> Option<&'static str> {
+    // capabilities(7): the bit numbers.
+    const NEEDED: [(u32, &str); 6] =
+        [(0, "CAP_CHOWN"), (1, "CAP_DAC_OVERRIDE"), (5, "CAP_KILL"), (6, "CAP_SETGID"), (7, "CAP_SETUID"), (21, "CAP_SYS_ADMIN")];
+    if !nix::unistd::geteuid().is_root() {
+        return Some("root");
+    }
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).map(str::trim).unwrap_or_default();
+    let effective = u64::from_str_radix(effective, 16).unwrap_or(0);
+    NEEDED.iter().find(|(bit, _)| effective >> bit & 1 == 0).map(|(_, name)| *name)
 }
 
 /// A job's user must pass through every folder above its own.

@@ -60,9 +60,7 @@ pub(super) fn end(layout: &Layout, name: &EnvironmentName, claimed: bool) -> io:
         state::unlink(&layout.log(name))?;
     }
     prune_logs(&layout.logs())?;
-    for path in [layout.keeper(name), layout.status(name), layout.lock(name), layout.record(name)] {
-        state::unlink(&path)?;
-    }
+    layout.remove_records(name)?;
     // A crash before this line may bring the record back: then it names an environment of which nothing is left, and ends once more.
     state::sync_parent(&layout.record(name))?;
     Ok(Gone::Gone)

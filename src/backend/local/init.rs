@@ -138,7 +138,7 @@ fn watch(keeper: &UnixStream, executor: &Child) -> Result<String> {
 
 fn ask(executor: Pid) {
     // It may have ended just now; then it needs no asking.
-    if kill(executor, Signal::SIGTERM).is_err() {}
+    kill(executor, Signal::SIGTERM).ok();
 }
 
 fn reap(executor: Pid) -> Result<Option<String>> {
@@ -179,12 +179,12 @@ pub(super) fn kill_descendants() {
             && Instant::now() < until
         {
             for row in rows.into_iter().filter(|row| !frozen.contains(row)).collect::<Vec<_>>() {
-                if process::send_to(&row, Send::Freeze).is_err() {}
+                process::send_to(&row, Send::Freeze).ok();
                 frozen.push(row);
             }
         }
         for row in &frozen {
-            if process::send_to(row, Send::Kill).is_err() {}
+            process::send_to(row, Send::Kill).ok();
         }
         loop {
             match waitpid(None, Some(WaitPidFlag::WNOHANG)) {
@@ -195,7 +195,7 @@ pub(super) fn kill_descendants() {
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    if writeln!(io::stderr(), "some processes of this environment could not be killed").is_err() {}
+    writeln!(io::stderr(), "some processes of this environment could not be killed").ok();
 }
 
 fn descendants() -> io::Result<Vec<process::Row>> {

@@ -148,12 +148,12 @@ impl Running {
     fn watch(&mut self, controller: &UnixStream, order: &Order, record: &mut KeeperRecord) -> String {
         let outcome = self.watch_until_end(controller, order, record);
         // Whatever went wrong: the init must not outlive the one who keeps it.
-        if self.init.kill().is_err() {}
+        self.init.kill().ok();
         let waited = self.init.wait();
         if matches!(order.mode, Mode::Unisolated) {
             init::kill_descendants();
         }
-        if self.drain().is_err() {}
+        self.drain().ok();
         match (outcome, waited) {
             (Ok(text), _) => text,
             (Err(error), _) => format!("lost: {error:#}"),
@@ -223,7 +223,7 @@ impl Running {
             return;
         }
         // An init that is gone needs no stop.
-        if self.socket.write_all(b"stop\n").is_err() {}
+        self.socket.write_all(b"stop\n").ok();
     }
 
     /// Takes the init's words; the text of the last one if that has come.
@@ -262,9 +262,9 @@ impl Running {
         let room = usize::try_from(MAX_LOG - self.logged).unwrap_or(0).min(len);
         let (kept, cut) = bytes[..len].split_at(room);
         // A full disk must not stop the job: what cannot be kept is dropped.
-        if self.log.write_all(kept).is_err() {}
+        self.log.write_all(kept).ok();
         self.logged += room as u64;
-        if !cut.is_empty() && room > 0 && self.log.write_all(b"\n[cut here]\n").is_err() {}
+        !cut.is_empty() && room > 0 && self.log.write_all(b"\n[cut here]\n").ok();
         Ok(len == 0)
     }
 

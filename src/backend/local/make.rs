@@ -261,7 +261,7 @@ pub(super) async fn start(self_exe: &Path, order: Order, changed: &Arc<Notify>) 
     let changed = changed.clone();
     tokio::spawn(async move {
         // Reaps it. How it ended stands in its status file.
-        if keeper.wait().await.is_err() {}
+        keeper.wait().await.ok();
         changed.notify_one();
     });
     ours.set_nonblocking(true)?;

@@ -21,6 +21,11 @@ use crate::{ids::EnvironmentName, process::ProcessIdentity};
 /// The form of [`Record`]; a newer one is refused, not guessed at.
 pub(super) const RECORD_VERSION: u8 = 1;
 
+/// How a file's name ends while it is being written.
+const NEW: &str = ".new";
+/// Older ones are nobody's any more.
+const UNFINISHED: Duration = Duration::from_secs(3600);
+
 /// `private/environments/<name>.json`: the environment's metadata. Only the controller writes it.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Record {
@@ -108,7 +113,8 @@ impl Layout {
             make_folder(&self.state.join(folder), mode)?;
         }
         make_folder(&self.environments(), Some(0o700))?;
-        make_folder(&self.logs(), Some(0o700))
+        make_folder(&self.logs(), Some(0o700))?;
+        self.sweep()
     }
 
     /// Waits for the lock on all records (held for one look and one write).
@@ -127,6 +133,31 @@ impl Layout {
             Some(record) if record.name != name.as_str() => Err(unreadable(&path, "it is of another environment")),
             other => Ok(other),
         }
+    }
+
+    /// Removes all files of an environment, also half written ones; its lock and its record last.
+    pub(super) fn remove_records(&self, name: &EnvironmentName) -> io::Result<()> {
+        let last = [self.lock(name), self.record(name)];
+        let prefix = format!("{name}.");
+        for entry in fs::read_dir(self.environments())? {
+            let entry = entry?;
+            if entry.file_name().to_string_lossy().starts_with(&prefix) && !last.contains(&entry.path()) {
+                unlink(&entry.path())?;
+            }
+        }
+        last.iter().try_for_each(|path| unlink(path))
+    }
+
+    /// Removes what a writer that was killed in the middle left behind, once nobody can still be writing it.
+    fn sweep(&self) -> io::Result<()> {
+        for entry in fs::read_dir(self.environments())? {
+            let entry = entry?;
+            let old = || Some(entry.metadata().ok()?.modified().ok()?.elapsed().ok()? > UNFINISHED);
+            if entry.file_name().to_string_lossy().ends_with(NEW) && old() == Some(true) {
+                unlink(&entry.path())?;
+            }
+        }
+        Ok(())
     }
 
     /// The names of all records, of whatever instance.
@@ -157,7 +188,7 @@ pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T
 pub(super) fn write_json<T: Serialize>(path: &Path, value: &T, durable: Durable) -> io::Result<()> {
     let bytes = serde_json::to_vec_pretty(value)?;
     let mut new = path.as_os_str().to_owned();
-    new.push(format!(".{}.new", std::process::id()));
+    new.push(format!(".{}{NEW}", std::process::id()));
     let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
     file.write_all(&bytes)?;
     if durable == Durable::Disk {
