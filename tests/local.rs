@@ -153,9 +153,12 @@ impl World {
         for folder in ["env", "sock"] {
             assert_eq!(fs::read_dir(self.state().join(folder)).unwrap().count(), 0, "{folder} is not empty");
         }
-        let records: Vec<_> =
-            fs::read_dir(self.state().join("private/environments")).unwrap().map(|e| e.unwrap().file_name()).collect();
-        assert_eq!(records, [".all"], "records are left");
+        let records = fs::read_dir(self.state().join("private/environments")).unwrap().map(|entry| entry.unwrap().file_name());
+        assert_eq!(
+            records.filter(|name| name != ".all").collect::<Vec<_>>(),
+            Vec::<std::ffi::OsString>::new(),
+            "records are left"
+        );
     }
 }
 
@@ -366,6 +369,33 @@ async fn nothing_of_a_job_outlives_its_deletion() {
         assert!(world.processes().len() > 5, "{:?}", world.processes());
         world.gone(&backend, &spec.name).await;
         assert_eq!(world.processes(), Vec::<u32>::new());
+        world.end(&backend).await;
+    }
+}
+
+#[tokio::test]
+async fn a_halted_environment_keeps_its_record_and_folder_and_never_runs_again() {
+    for isolation in isolations(fresh_base()) {
+        let world = World::new(isolation);
+        let mut config = world.config(&format!("{STRAYS} wait"));
+        config.self_exe = "/nonexistent".into();
+        let (running, unborn) = (world.spec(1), world.spec(2));
+        LocalBackend::new(config).unwrap().ensure(&unborn, &world.pass).await.unwrap();
+        let backend = world.backend(&format!("{STRAYS} wait"));
+        backend.ensure(&running, &world.pass).await.unwrap();
+        backend.mark(&running.name, Mark::Claimed, &world.pass).await.unwrap();
+        world.read(&running.name, "ready").await;
+        for spec in [&running, &unborn] {
+            let until = Instant::now() + LIMIT;
+            while backend.ensure_halted(&spec.name, &world.pass).await.unwrap() == Gone::Leaving {
+                assert!(Instant::now() < until);
+            }
+            let (ensured, observed) = backend.ensure(spec, &world.pass).await.unwrap();
+            assert_eq!((ensured, observed.phase), (Ensured::Adopted, Phase::Ended("ended by the controller".into())));
+            assert!(world.home(&spec.name).exists());
+        }
+        assert_eq!(world.processes(), Vec::<u32>::new());
+        assert!(seen(&backend, &running.name).await.claimed);
         world.end(&backend).await;
     }
 }
@@ -657,7 +687,8 @@ async fn a_fork_bomb_stays_within_its_tasks() {
     for cgroup_root in ["/sys/fs/cgroup", "/nonexistent"] {
         let Some(isolation) = as_root() else { return };
         let world = World::new(isolation);
-        let mut config = world.config("f() { f | f & }; (while :; do (setsid sleep 1000 &); done) & (f) & exec sleep 1000");
+        let mut config = world
+            .config("for i in 1 2 3 4 5 6 7 8 9 10 11 12; do setsid sleep 1000 & done; f() { f | f & }; (f) & exec sleep 1000");
         config.limits = Limits { tasks: 40, ..Limits::default() };
         config.cgroup_root = cgroup_root.into();
         let backend = LocalBackend::new(config).unwrap();

@@ -245,6 +245,15 @@ impl Backend for LocalBackend {
         if found { Ok(()) } else { Err(BackendError::NotFound) }
     }
 
+    async fn ensure_halted(&self, name: &EnvironmentName, _pass: &LeaderPass) -> Result<Gone, BackendError> {
+        self.own(name)?;
+        let _alone = self.alone(name).await;
+        let (layout, name) = (self.layout.clone(), name.clone());
+        let halted = blocking(move || end::halt(&layout, &name)).await?;
+        self.changed.notify_one();
+        Ok(halted)
+    }
+
     async fn ask_stop(&self, name: &EnvironmentName, _pass: &LeaderPass) -> Result<(), BackendError> {
         self.own(name)?;
         let (layout, name) = (self.layout.clone(), name.clone());

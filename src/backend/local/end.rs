@@ -4,7 +4,8 @@
 //! because the record is the last thing to go. Nothing that a job wrote is believed here.
 
 use std::{
-    fs, io,
+    fs::{self, File},
+    io,
     path::Path,
     thread::sleep,
     time::{Duration, Instant},
@@ -15,7 +16,7 @@ use nix::fcntl::{Flock, FlockArg};
 use super::{
     cgroup,
     remove::{Removed, remove_tree},
-    state::{self, KeeperRecord, Layout, Record},
+    state::{self, Durable, KeeperRecord, Layout, Record, Status},
 };
 use crate::{
     backend::Gone,
@@ -29,29 +30,18 @@ const LOOK_AGAIN: Duration = Duration::from_millis(5);
 /// Logs of environments that no job ever ran in are kept, the newest of them: they say why.
 const KEPT_LOGS: usize = 64;
 
-/// One pass. `claimed`: a job ran in it, so that its log goes too.
+/// One pass towards no process: `Gone` once none is left, and then none starts any more. Record and folder stay.
+pub(super) fn halt(layout: &Layout, name: &EnvironmentName) -> io::Result<Gone> {
+    let Some(record) = layout.read_record(name)? else { return Ok(Gone::Gone) };
+    let halted = halted(layout, name, &record, Instant::now() + PASS)?;
+    Ok(if halted.is_some() { Gone::Gone } else { Gone::Leaving })
+}
+
+/// One pass towards nothing. `claimed`: a job ran in it, so that its log goes too.
 pub(super) fn end(layout: &Layout, name: &EnvironmentName, claimed: bool) -> io::Result<Gone> {
     let Some(record) = layout.read_record(name)? else { return Ok(Gone::Gone) };
     let until = Instant::now() + PASS;
-    let keeper: Option<KeeperRecord> = if record.boot == process::boot_id()? {
-        state::read_json(&layout.keeper(name))?
-    } else {
-        // Of an earlier boot: no process is left, and the file may be half written.
-        state::read_json(&layout.keeper(name)).unwrap_or_default()
-    };
-    if let Some(keeper) = &keeper {
-        kill(keeper, &record)?;
-    }
-    // Whoever holds this lock keeps every late keeper out. A keeper that has it but is not on record yet is met at the next pass.
-    let lock = state::open_lock(&layout.lock(name))?;
-    let Some(_lock) = wait_for(until, || Ok(Flock::lock(lock.try_clone()?, FlockArg::LockExclusiveNonblock).ok()))? else {
-        return Ok(Gone::Leaving);
-    };
-    let init = keeper.as_ref().and_then(|keeper| keeper.init.as_ref());
-    let gone = wait_for(until, || Ok((is_gone(init)? && nobody_left(layout, name, &record, keeper.as_ref())?).then_some(())))?;
-    if gone.is_none() {
-        return Ok(Gone::Leaving);
-    }
+    let Some(_lock) = halted(layout, name, &record, until)? else { return Ok(Gone::Leaving) };
     if remove_tree(&layout.env_root(), name.as_str(), until)? == Removed::Partly {
         return Ok(Gone::Leaving);
     }
@@ -64,6 +54,30 @@ pub(super) fn end(layout: &Layout, name: &EnvironmentName, claimed: bool) -> io:
     // A crash before this line may bring the record back: then it names an environment of which nothing is left, and ends once more.
     state::sync_parent(&layout.record(name))?;
     Ok(Gone::Gone)
+}
+
+/// Kills all of it. The lock that it returns keeps late keepers out while it is held, the status that it writes for ever.
+fn halted(layout: &Layout, name: &EnvironmentName, record: &Record, until: Instant) -> io::Result<Option<Flock<File>>> {
+    let this_boot = record.boot == process::boot_id()?;
+    let keeper = state::read_json::<KeeperRecord>(&layout.keeper(name));
+    // Of an earlier boot no process is left, and the file may be half written.
+    let keeper = if this_boot { keeper? } else { keeper.unwrap_or_default() };
+    if let Some(keeper) = &keeper {
+        kill(keeper, record)?;
+    }
+    // A keeper that has the lock but is not on record yet is met at the next pass.
+    let file = state::open_lock(&layout.lock(name))?;
+    let lock = wait_for(until, || Ok(Flock::lock(file.try_clone()?, FlockArg::LockExclusiveNonblock).ok()))?;
+    let Some(lock) = lock else { return Ok(None) };
+    let init = keeper.as_ref().and_then(|keeper| keeper.init.as_ref());
+    let gone = wait_for(until, || Ok((is_gone(init)? && nobody_left(layout, name, record, keeper.as_ref())?).then_some(())))?;
+    if gone.is_none() {
+        return Ok(None);
+    }
+    if this_boot && !layout.status(name).exists() {
+        state::write_json(&layout.status(name), &Status { text: "ended by the controller".into() }, Durable::Boot)?;
+    }
+    Ok(Some(lock))
 }
 
 fn kill(keeper: &KeeperRecord, record: &Record) -> io::Result<()> {

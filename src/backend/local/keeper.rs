@@ -91,7 +91,8 @@ fn keep(controller: &UnixStream) -> Result<()> {
     Ok(())
 }
 
-/// The right to be this environment's keeper: its lock, if it still lies where the controller put it and nobody had it before.
+/// The right to be this environment's keeper: its lock, if it still lies where the controller put it, and nobody had it or ended
+/// the environment before.
 fn take(layout: &Layout, name: &EnvironmentName) -> Result<Option<Flock<File>>> {
     let file = match fs::OpenOptions::new().write(true).open(layout.lock(name)) {
         Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -99,7 +100,8 @@ fn take(layout: &Layout, name: &EnvironmentName) -> Result<Option<Flock<File>>> 
     };
     let Ok(lock) = Flock::lock(file, FlockArg::LockExclusiveNonblock) else { return Ok(None) };
     let removed = fstat(lock.as_fd())?.st_nlink == 0;
-    Ok((!removed && !layout.keeper(name).exists()).then_some(lock))
+    let had = layout.keeper(name).exists() || layout.status(name).exists();
+    Ok((!removed && !had).then_some(lock))
 }
 
 struct Running {
@@ -264,7 +266,9 @@ impl Running {
         // A full disk must not stop the job: what cannot be kept is dropped.
         self.log.write_all(kept).ok();
         self.logged += room as u64;
-        !cut.is_empty() && room > 0 && self.log.write_all(b"\n[cut here]\n").ok();
+        if !cut.is_empty() && room > 0 {
+            self.log.write_all(b"\n[cut here]\n").ok();
+        }
         Ok(len == 0)
     }
 
