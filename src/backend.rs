@@ -26,6 +26,8 @@ pub trait Backend: Send + Sync {
     async fn mark(&self, name: &EnvironmentName, mark: Mark, pass: &LeaderPass) -> Result<(), BackendError>;
     /// Nothing of it runs any more once this answers `Gone`; its metadata stays. For a job that must be settled before its traces go.
     async fn ensure_halted(&self, name: &EnvironmentName, pass: &LeaderPass) -> Result<Gone, BackendError>;
+    /// Asks the executor to end in order (SIGTERM), for the deadline or a cancel. Returns at once; one that has ended needs no asking.
+    async fn ask_stop(&self, name: &EnvironmentName, pass: &LeaderPass) -> Result<(), BackendError>;
     /// Deletes; `Gone` only when nothing of it is left. Ask again while `Leaving`. A name that does not exist is `Gone`.
     async fn ensure_gone(&self, name: &EnvironmentName, pass: &LeaderPass) -> Result<Gone, BackendError>;
     /// Resolves when something about the environments may have changed (one ended, say), or after a while; a hint only.

@@ -10,6 +10,7 @@ pub mod environment;
 pub mod ids;
 pub mod names;
 pub mod plan;
+pub mod process;
 pub mod proto;
 pub mod secret;
 pub mod spiffe_name;

@@ -1,0 +1,238 @@
+//! What the local backend keeps on disk, and where.
+//!
+//! Below `private/` (0700) lies all that is believed: one record an environment, its keeper's word, its end. Below `env/` and `sock/` (0711) lies
+//! what jobs may touch; nothing there is ever believed. Deciding what the files mean is `local`'s business.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File, OpenOptions},
+    io::{self, Write as _},
+    os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
+    path::{Path, PathBuf},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+use super::cgroup::CgroupDir;
+use crate::{ids::EnvironmentName, process::ProcessIdentity};
+
+/// The form of [`Record`]; a newer one is refused, not guessed at.
+pub(super) const RECORD_VERSION: u8 = 1;
+
+/// How a file's name ends while it is being written.
+const NEW: &str = ".new";
+/// Older ones are nobody's any more.
+const UNFINISHED: Duration = Duration::from_secs(3600);
+
+/// `private/environments/<name>.json`: the environment's metadata. Only the controller writes it.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Record {
+    pub(super) version: u8,
+    pub(super) name: String,
+    pub(super) labels: BTreeMap<String, String>,
+    pub(super) annotations: BTreeMap<String, String>,
+    /// The slot's own uid; none where environments are not isolated.
+    pub(super) uid: Option<u32>,
+    /// Unix milliseconds.
+    pub(super) created_ms: u64,
+    /// Unix milliseconds.
+    pub(super) deadline_ms: u64,
+    /// The boot that it was made in: no process outlives it.
+    pub(super) boot: String,
+}
+
+/// `<name>.keeper`: who keeps the environment. Only its keeper writes it, holding `<name>.lock`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct KeeperRecord {
+    pub(super) keeper: ProcessIdentity,
+    pub(super) init: Option<ProcessIdentity>,
+    pub(super) started: bool,
+    pub(super) cgroups: Vec<CgroupDir>,
+}
+
+/// `<name>.status`: how the executor ended. Only its keeper writes it, once.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Status {
+    pub(super) text: String,
+}
+
+/// Whether a file must outlive a power cut.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Durable {
+    Disk,
+    /// Worth nothing after a restart of the machine, so it costs no flush.
+    Boot,
+}
+
+/// The paths below `STATE_DIRECTORY`.
+#[derive(Debug, Clone)]
+pub(super) struct Layout {
+    pub(super) state: PathBuf,
+}
+
+impl Layout {
+    pub(super) fn environments(&self) -> PathBuf {
+        self.state.join("private/environments")
+    }
+    pub(super) fn logs(&self) -> PathBuf {
+        self.state.join("private/logs")
+    }
+    pub(super) fn env_root(&self) -> PathBuf {
+        self.state.join("env")
+    }
+    pub(super) fn env(&self, name: &EnvironmentName) -> PathBuf {
+        self.env_root().join(name.as_str())
+    }
+    pub(super) fn record(&self, name: &EnvironmentName) -> PathBuf {
+        self.environments().join(format!("{name}.json"))
+    }
+    pub(super) fn keeper(&self, name: &EnvironmentName) -> PathBuf {
+        self.environments().join(format!("{name}.keeper"))
+    }
+    pub(super) fn status(&self, name: &EnvironmentName) -> PathBuf {
+        self.environments().join(format!("{name}.status"))
+    }
+    pub(super) fn lock(&self, name: &EnvironmentName) -> PathBuf {
+        self.environments().join(format!("{name}.lock"))
+    }
+    pub(super) fn log(&self, name: &EnvironmentName) -> PathBuf {
+        self.logs().join(format!("{name}.log"))
+    }
+
+    /// Short, because a socket's path has at most 107 bytes (unix(7)); the nonce alone is unique.
+    pub(super) fn socket(&self, name: &EnvironmentName) -> PathBuf {
+        let short = name.parts().map(|(_, _, nonce)| nonce.to_string()).unwrap_or_else(|| name.to_string());
+        self.state.join("sock").join(format!("{short}.sock"))
+    }
+
+    /// Makes the folders, each with its exact mode.
+    pub(super) fn create(&self) -> io::Result<()> {
+        for (folder, mode) in [("", None), ("private", Some(0o700)), ("env", Some(0o711)), ("sock", Some(0o711))] {
+            make_folder(&self.state.join(folder), mode)?;
+        }
+        make_folder(&self.environments(), Some(0o700))?;
+        make_folder(&self.logs(), Some(0o700))?;
+        self.sweep()
+    }
+
+    /// Waits for the lock on all records (held for one look and one write).
+    pub(super) fn lock_all(&self) -> io::Result<Flock<File>> {
+        let file = open_lock(&self.environments().join(".all"))?;
+        Flock::lock(file, FlockArg::LockExclusive).map_err(|(_, e)| e.into())
+    }
+
+    pub(super) fn read_record(&self, name: &EnvironmentName) -> io::Result<Option<Record>> {
+        let path = self.record(name);
+        let record: Option<Record> = read_json(&path)?;
+        match record {
+            Some(record) if record.version != RECORD_VERSION => {
+                Err(unreadable(&path, "it is of another version: run the binary that wrote it"))
+            }
+            Some(record) if record.name != name.as_str() => Err(unreadable(&path, "it is of another environment")),
+            other => Ok(other),
+        }
+    }
+
+    /// Removes all files of an environment, also half written ones; its lock and its record last.
+    pub(super) fn remove_records(&self, name: &EnvironmentName) -> io::Result<()> {
+        let last = [self.lock(name), self.record(name)];
+        let prefix = format!("{name}.");
+        for entry in fs::read_dir(self.environments())? {
+            let entry = entry?;
+            if entry.file_name().to_string_lossy().starts_with(&prefix) && !last.contains(&entry.path()) {
+                unlink(&entry.path())?;
+            }
+        }
+        last.iter().try_for_each(|path| unlink(path))
+    }
+
+    /// Removes what a writer that was killed in the middle left behind, once nobody can still be writing it.
+    fn sweep(&self) -> io::Result<()> {
+        for entry in fs::read_dir(self.environments())? {
+            let entry = entry?;
+            let old = || Some(entry.metadata().ok()?.modified().ok()?.elapsed().ok()? > UNFINISHED);
+            if entry.file_name().to_string_lossy().ends_with(NEW) && old() == Some(true) {
+                unlink(&entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The names of all records, of whatever instance.
+    pub(super) fn names(&self) -> io::Result<Vec<EnvironmentName>> {
+        let mut names = Vec::new();
+        for entry in fs::read_dir(self.environments())? {
+            let file = entry?.file_name();
+            let Some(name) = file.to_str().and_then(|file| file.strip_suffix(".json")) else { continue };
+            names.push(
+                name.parse()
+                    .map_err(|_| unreadable(&self.environments().join(&file), "its name is no environment's: move it away"))?,
+            );
+        }
+        Ok(names)
+    }
+}
+
+/// `None` if there is no such file; an error if it is there and cannot be understood.
+pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T>> {
+    match fs::read(path) {
+        Ok(bytes) => serde_json::from_slice(&bytes).map(Some).map_err(|e| unreadable(path, &e.to_string())),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(io::Error::new(e.kind(), format!("read {}: {e}", path.display()))),
+    }
+}
+
+/// Whole or not at all: a reader never sees half of it.
+pub(super) fn write_json<T: Serialize>(path: &Path, value: &T, durable: Durable) -> io::Result<()> {
+    let bytes = serde_json::to_vec_pretty(value)?;
+    let mut new = path.as_os_str().to_owned();
+    new.push(format!(".{}{NEW}", std::process::id()));
+    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
+    file.write_all(&bytes)?;
+    if durable == Durable::Disk {
+        file.sync_all()?;
+    }
+    fs::rename(&new, path)?;
+    if durable == Durable::Disk { sync_parent(path) } else { Ok(()) }
+}
+
+pub(super) fn sync_parent(path: &Path) -> io::Result<()> {
+    path.parent().map_or(Ok(()), |parent| File::open(parent)?.sync_all())
+}
+
+/// A missing file is removed already.
+pub(super) fn unlink(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(io::Error::new(e.kind(), format!("remove {}: {e}", path.display()))),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn open_lock(path: &Path) -> io::Result<File> {
+    OpenOptions::new().write(true).create(true).truncate(false).mode(0o600).open(path)
+}
+
+pub(super) fn unix_ms(time: SystemTime) -> u64 {
+    time.duration_since(UNIX_EPOCH).map_or(0, |since| u64::try_from(since.as_millis()).unwrap_or(u64::MAX))
+}
+
+pub(super) fn from_unix_ms(ms: u64) -> SystemTime {
+    UNIX_EPOCH + Duration::from_millis(ms)
+}
+
+fn make_folder(path: &Path, mode: Option<u32>) -> io::Result<()> {
+    let named = |e: io::Error| io::Error::new(e.kind(), format!("make folder {}: {e}", path.display()));
+    let existed = path.is_dir();
+    fs::create_dir_all(path).map_err(named)?;
+    // The state folder itself is the operator's: its mode is only chosen when it is new.
+    match mode.or((!existed).then_some(0o711)) {
+        Some(mode) => fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(named),
+        None => Ok(()),
+    }
+}
+
+fn unreadable(path: &Path, why: &str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("cannot read the environment's record {}: {why}", path.display()))
+}
