@@ -26,3 +26,6 @@ pub mod queue;
 // Roles: what the controller does.
 pub mod facade;
 pub mod scheduler;
+
+// In the environment.
+pub mod executor;
