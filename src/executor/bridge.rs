@@ -37,8 +37,8 @@ use crate::{
         ping::{PingRequest, PingResponse, PingService, PingServiceExt},
         runner::{
             DeclareRequest, DeclareResponse, FetchTaskRequest, FetchTaskResponse, RegisterRequest, RegisterResponse, Runner,
-            RunnerService, RunnerServiceExt, TaskResult, TaskState, UpdateLogRequest, UpdateLogResponse,
-            UpdateTaskRequest, UpdateTaskResponse,
+            RunnerService, RunnerServiceExt, TaskResult, TaskState, UpdateLogRequest, UpdateLogResponse, UpdateTaskRequest,
+            UpdateTaskResponse,
         },
     },
     secret::{Secret, SecretBytes},
@@ -51,26 +51,26 @@ const MAX_REQUEST: usize = 64 << 20;
 const CONNECTIONS: usize = 512;
 
 /// What the runner is told and asked.
-pub struct Bridge {
-    pub task_id: i64,
+pub(super) struct Bridge {
+    pub(super) task_id: i64,
     /// The raw Task, as the runner shall get it.
-    pub task: SecretBytes,
+    pub(super) task: SecretBytes,
     /// What `.runner` says.
-    pub runner: RunnerIdentity,
+    pub(super) runner: RunnerIdentity,
     /// `X-Gitea-Actions-Capabilities`, as Gitea gave it.
-    pub server_capabilities: String,
-    pub spool: Arc<SharedSpool>,
-    pub stop: Stop,
+    pub(super) server_capabilities: String,
+    pub(super) spool: Arc<SharedSpool>,
+    pub(super) stop: Stop,
     /// Set by the first UpdateTask or UpdateLog: the runner has the task.
-    pub reported: AtomicBool,
+    pub(super) reported: AtomicBool,
 }
 
 /// The identity of the official runner towards the bridge; it means nothing anywhere else.
 #[derive(Debug, Clone)]
-pub struct RunnerIdentity {
-    pub uuid: String,
-    pub name: String,
-    pub token: Secret,
+pub(super) struct RunnerIdentity {
+    pub(super) uuid: String,
+    pub(super) name: String,
+    pub(super) token: Secret,
 }
 
 type Rpc = ConnectRpcService<connectrpc::Router>;

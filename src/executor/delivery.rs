@@ -28,7 +28,7 @@ const DENIALS: u32 = 5;
 
 /// How the delivery ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Delivered {
+pub(super) enum Delivered {
     /// The facade took the runner's verdict.
     Verdict,
     /// All rows are delivered, but the runner ended without a verdict: the controller gives its own.
@@ -37,10 +37,10 @@ pub enum Delivered {
     Gone,
 }
 
-pub struct Delivery {
-    pub spool: Arc<SharedSpool>,
-    pub facade: Facade,
-    pub stop: Stop,
+pub(super) struct Delivery {
+    pub(super) spool: Arc<SharedSpool>,
+    pub(super) facade: Facade,
+    pub(super) stop: Stop,
 }
 
 enum Outcome {
@@ -51,7 +51,7 @@ enum Outcome {
 
 impl Delivery {
     /// Runs until everything is delivered after the runner's end.
-    pub async fn deliver(self) -> Delivered {
+    pub(super) async fn deliver(self) -> Delivered {
         let mut backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(10));
         let mut reported = Instant::now();
         let mut denials = 0;

@@ -31,6 +31,13 @@ struct Stat {
     process: Process,
 }
 
+/// Nobody of our user may read our memory or environment, and no core file holds it.
+pub(super) fn harden() -> io::Result<()> {
+    nix::sys::prctl::set_dumpable(false)?;
+    nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_CORE, 0, 0)?;
+    Ok(())
+}
+
 /// Makes orphans of the job children of this process.
 pub(super) fn adopt_orphans() -> io::Result<()> {
     Ok(nix::sys::prctl::set_child_subreaper(true)?)
@@ -71,8 +78,9 @@ pub(super) fn reap(spared: Option<u32>) {
     for stat in read_all().into_values() {
         let pid = stat.process.pid;
         if stat.zombie && stat.parent == own && u32::try_from(pid).ok() != spared {
-            // ECHILD: reaped already.
-            drop(waitpid(Pid::from_raw(pid), Some(WaitPidFlag::WNOHANG)));
+            if let Err(error) = waitpid(Pid::from_raw(pid), Some(WaitPidFlag::WNOHANG)) {
+                tracing::debug!(pid, %error, "reaped already");
+            }
         }
     }
 }

@@ -94,7 +94,8 @@ impl Proxy {
         proxies: &Matcher,
         closing: CancellationToken,
     ) -> Result<Self, ClientFault> {
-        let origin = Origin::new(gitea).ok_or_else(|| ClientFault(format!("GITEA_URL {gitea:?} is no http:// or https:// URL")))?;
+        let origin =
+            Origin::new(gitea).ok_or_else(|| ClientFault(format!("GITEA_URL {gitea:?} is no http:// or https:// URL")))?;
         let (connector, proxy_authorization) = Connector::new(&origin.uri, tls, proxies);
         let client = Client::builder(TokioExecutor::new())
             .pool_timer(TokioTimer::new())

@@ -40,25 +40,25 @@ const KILL_LIMIT: Duration = Duration::from_secs(10);
 
 /// The official runner's program.
 #[derive(Debug, Clone)]
-pub struct RunnerProgram {
-    pub path: PathBuf,
+pub(super) struct RunnerProgram {
+    pub(super) path: PathBuf,
     /// 1 if it cannot be told.
-    pub major: u32,
+    pub(super) major: u32,
 }
 
 /// Folders of one environment, below the one that it may write.
 #[derive(Debug, Clone)]
-pub struct Folders {
+pub(super) struct Folders {
     /// `.runner` and `config.yaml`.
-    pub runner: PathBuf,
-    pub spool: PathBuf,
+    pub(super) runner: PathBuf,
+    pub(super) spool: PathBuf,
     /// Where jobs' workspaces go.
-    pub job: PathBuf,
+    pub(super) job: PathBuf,
 }
 
 impl RunnerProgram {
     /// Finds it and asks for its version, so that a missing or broken one is known before `start`.
-    pub async fn find(name: &str, environment: &[(String, String)]) -> anyhow::Result<Self> {
+    pub(super) async fn find(name: &str, environment: &[(String, String)]) -> anyhow::Result<Self> {
         let path = which(name).with_context(|| format!("find {name:?} in PATH; set RUNNER_BIN to the official runner"))?;
         let mut command = clean(&path, environment);
         command.arg("--version").stdin(Stdio::null()).stderr(Stdio::null());
@@ -73,7 +73,7 @@ impl RunnerProgram {
 
 impl Folders {
     /// Makes them, for this user only.
-    pub fn make(work: &Path) -> io::Result<Self> {
+    pub(super) fn make(work: &Path) -> io::Result<Self> {
         let folders = Self { runner: work.join("runner"), spool: work.join("spool"), job: work.join("job") };
         for folder in [&folders.runner, &folders.spool, &folders.job] {
             fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
@@ -83,7 +83,12 @@ impl Folders {
 }
 
 /// Writes what the runner reads: `.runner` instead of a registration, and `config.yaml`.
-pub fn write_files(folders: &Folders, identity: &RunnerIdentity, address: &str, labels: &[String]) -> anyhow::Result<PathBuf> {
+pub(super) fn write_files(
+    folders: &Folders,
+    identity: &RunnerIdentity,
+    address: &str,
+    labels: &[String],
+) -> anyhow::Result<PathBuf> {
     let labels: Vec<String> = labels.iter().map(|label| format!("{label}:host")).collect();
     let registration = serde_json::json!({
         "id": 1,
@@ -103,7 +108,8 @@ pub fn write_files(folders: &Folders, identity: &RunnerIdentity, address: &str, 
 
 /// Every key is understood or passed over by each build since 0.2 (`gitea.md` §4.7). JSON strings are YAML strings.
 fn config_yaml(file: &Path, job: &Path) -> anyhow::Result<String> {
-    let text = |path: &Path| serde_json::to_string(path.to_str().context("the work folder's path is no UTF-8")?).context("quote path");
+    let text =
+        |path: &Path| serde_json::to_string(path.to_str().context("the work folder's path is no UTF-8")?).context("quote path");
     // A `shutdown_timeout` above 0 would let the job run on after SIGTERM for that long. The controller and Gitea bound the job.
     Ok(format!(
         "log:\n  level: warn\nrunner:\n  file: {}\n  capacity: 1\n  env_file: \"\"\n  timeout: 24h\n  shutdown_timeout: 0s\n  \
@@ -115,7 +121,12 @@ fn config_yaml(file: &Path, job: &Path) -> anyhow::Result<String> {
 }
 
 /// Starts the runner in a process group of its own.
-pub fn spawn(program: &RunnerProgram, config: &Path, folders: &Folders, environment: &[(String, String)]) -> anyhow::Result<Child> {
+pub(super) fn spawn(
+    program: &RunnerProgram,
+    config: &Path,
+    folders: &Folders,
+    environment: &[(String, String)],
+) -> anyhow::Result<Child> {
     clean(&program.path, environment)
         .args(["daemon", "--once", "-c"])
         .arg(config)
@@ -128,7 +139,7 @@ pub fn spawn(program: &RunnerProgram, config: &Path, folders: &Folders, environm
 }
 
 /// Waits for the runner's end, and makes it end when a stop is asked. Nothing of the job is left when this returns.
-pub async fn supervise(mut runner: Child, major: u32, stop: &Stop) -> io::Result<ExitStatus> {
+pub(super) async fn supervise(mut runner: Child, major: u32, stop: &Stop) -> io::Result<ExitStatus> {
     let pid = runner.id();
     let mut tick = tokio::time::interval(Duration::from_secs(2));
     tick.set_missed_tick_behavior(MissedTickBehavior::Skip);

@@ -344,3 +344,6 @@ fn truncate(text: &mut String, max: usize) {
         text.truncate(text.floor_char_boundary(max));
     }
 }
+
+#[cfg(test)]
+mod tests;

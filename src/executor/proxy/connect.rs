@@ -34,7 +34,10 @@ enum Way {
     /// CONNECT through the proxy, then TLS with Gitea.
     Tunnel(HttpsConnector<Tunnel<Https>>),
     /// The proxy gets the request in absolute form.
-    Forward { proxy: Uri, connector: Https },
+    Forward {
+        proxy: Uri,
+        connector: Https,
+    },
 }
 
 impl Connector {
