@@ -18,19 +18,14 @@ pub use self::settings::Settings;
 use self::{
     bridge::{Bridge, RunnerIdentity},
     delivery::{Delivered, Delivery},
-    facade::Facade,
+    facade::{Denials, Facade},
     proxy::Proxy,
     runner::{Folders, RunnerProgram},
     spool::{SharedSpool, Spool, StoreLimits},
     stop::{Stop, StopCause},
     task::RunnerTask,
 };
-use crate::{
-    gitea::{RpcError, RpcFault},
-    identity::Identity,
-    proto::environment::StopReason,
-    secret::Secret,
-};
+use crate::{backoff::Backoff, gitea::RpcError, identity::Identity, proto::environment::StopReason, secret::Secret};
 
 mod bridge;
 mod delivery;
@@ -189,7 +184,7 @@ async fn fetch(facade: &Facade) -> anyhow::Result<crate::secret::SecretBytes> {
         match fetched.task {
             Some(task) => return Ok(task),
             None if Instant::now() >= deadline => anyhow::bail!("no task was offered within {} s", FETCH_LIMIT.as_secs()),
-            None => backoff.sleep().await,
+            None => backoff.wait().await,
         }
     }
 }
@@ -260,43 +255,21 @@ async fn poll(facade: Facade, stop: Stop) {
     }
 }
 
-/// Calls until there is an answer, a final denial, or `limit` is over; then the last error is the answer.
+/// Calls until there is an answer, a denial for good, or `limit` is over; then the last error is the answer.
 async fn retried<T, F: Future<Output = Result<T, RpcError>>>(
     limit: Duration,
     mut call: impl FnMut() -> F,
 ) -> Result<T, RpcError> {
     let deadline = Instant::now() + limit;
     let mut backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(10));
+    let mut denials = Denials::default();
     loop {
         match call().await {
-            Err(error) if !facade::is_final(&error) && error.fault != RpcFault::Unimplemented && Instant::now() < deadline => {
+            Err(error) if !denials.is_final(&error) && Instant::now() < deadline => {
                 tracing::debug!(%error, "ask the facade again later");
-                backoff.sleep().await;
+                backoff.wait().await;
             }
             answer => return answer,
         }
-    }
-}
-
-/// Waits between tries: twice as long each time, up to a limit, with jitter.
-struct Backoff {
-    first: Duration,
-    limit: Duration,
-    next: Duration,
-}
-
-impl Backoff {
-    fn new(first: Duration, limit: Duration) -> Self {
-        Self { first, limit, next: first }
-    }
-
-    fn reset(&mut self) {
-        self.next = self.first;
-    }
-
-    /// Sleeps between half and the whole of the present wait.
-    async fn sleep(&mut self) {
-        tokio::time::sleep(self.next.mul_f64(rand::random_range(0.5..=1.0))).await;
-        self.next = (self.next * 2).min(self.limit);
     }
 }

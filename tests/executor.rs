@@ -8,12 +8,18 @@ mod runner;
 #[path = "executor/world.rs"]
 mod world;
 
-use std::time::{Duration, Instant};
+use std::{
+    path::PathBuf,
+    time::{Duration, Instant},
+};
 
 use gitea_dynamic_runner::{
     executor::{self, Settings, facade::Facade},
     gitea::tls,
-    proto::{environment::StopReason, runner::TaskResult},
+    proto::{
+        environment::StopReason,
+        runner::{Task, TaskResult},
+    },
 };
 use nix::sys::signal::Signal;
 
@@ -197,4 +203,61 @@ fn without_a_runner_program_the_job_is_not_started() {
     let mut world = setup.start();
     assert_eq!(world.ended().code(), Some(12));
     assert_eq!(world.known().starts, 0, "another environment may have it");
+}
+
+/// The official runner, where `tests/peers` has built it.
+fn official_runner() -> Option<PathBuf> {
+    let folder = std::env::var_os("PEERS_DIR").map(PathBuf::from);
+    let folder = folder.or_else(|| Some(PathBuf::from(std::env::var_os("HOME")?).join(".cache/gitea-dynamic-runner/peers")))?;
+    let program = folder.join("bin/gitea-runner");
+    if !program.exists() {
+        eprintln!("skipped: {} is not there", program.display());
+    }
+    program.exists().then_some(program)
+}
+
+fn official(script: &str) -> Option<World> {
+    let mut setup = Setup::new("");
+    setup.runner = Some(official_runner()?);
+    let payload = format!(
+        "name: ci\non: push\njobs:\n  build:\n    name: build\n    runs-on: [self-hosted, pod]\n    steps:\n      - run: {script}\n"
+    );
+    let context = serde_json::json!({
+        "job": "build", "repository": "o/r", "repository_owner": "o", "event_name": "push", "event": {}, "ref": "refs/heads/main",
+        "sha": "0123456789012345678901234567890123456789", "run_id": "1", "run_number": "1", "run_attempt": "1", "workflow": "ci.yaml",
+        "actor": "a", "token": "t", "server_url": "http://127.0.0.1:9/", "gitea_default_actions_url": "http://127.0.0.1:9",
+    });
+    let context = serde_json::from_value::<buffa_types::google::protobuf::Struct>(context).unwrap();
+    let payload = Some(payload.into_bytes());
+    let secrets = [("GITHUB_TOKEN", "t"), ("GITEA_TOKEN", "t")].map(|(name, value)| (name.into(), value.into())).into();
+    let task = Task { id: world::TASK, context: context.into(), workflow_payload: payload, secrets, ..Default::default() };
+    setup.facade.known().task = buffa::Message::encode_to_vec(&task);
+    Some(setup.start())
+}
+
+#[test]
+fn the_official_runner_runs_a_job_and_its_log_and_verdict_arrive() {
+    let Some(mut world) = official(r#"'echo "server $GITHUB_SERVER_URL"; echo "capability [$CI_RUNNER_CAPABILITY]"'"#) else {
+        return;
+    };
+    assert_eq!(world.ended().code(), Some(0));
+    let rows = world.rows().join("\n");
+    assert!(rows.contains("server http://127.0.0.1:") && rows.contains("capability []"), "{rows}");
+    assert!(world.known().sealed);
+    let terminal = world.terminal();
+    assert!(terminal.state.result == TaskResult::RESULT_SUCCESS, "{rows}");
+    assert_eq!((terminal.runner.as_str(), terminal.stop_seen), ("exited", false));
+}
+
+#[test]
+fn a_cancel_reaches_the_official_runner_within_seconds() {
+    let Some(mut world) = official("'echo asleep; setsid sleep 300; echo awake'") else { return };
+    until("the job sleeps", || world.rows().iter().any(|row| row == "asleep"));
+    world.known().stop = StopReason::STOP_REASON_CANCELLED;
+    let asked = Instant::now();
+    let ended = world.ended();
+    assert!(asked.elapsed() < Duration::from_secs(15), "{:?}", asked.elapsed());
+    assert_eq!(ended.code(), Some(0), "it reported by itself: {:?}", world.rows());
+    assert!(world.terminal().stop_seen);
+    assert!(!world.rows().iter().any(|row| row == "awake"));
 }

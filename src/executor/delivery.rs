@@ -10,12 +10,12 @@ use std::{
 };
 
 use super::{
-    Backoff,
-    facade::{self, Facade},
+    facade::{Denials, Facade},
     spool::{Next, SharedSpool, end_of},
     stop::{Stop, StopCause},
 };
 use crate::{
+    backoff::Backoff,
     gitea::{RpcError, RpcFault},
     names::header,
     proto::runner::{TaskResult, UpdateLogRequest, UpdateTaskRequest},
@@ -23,8 +23,6 @@ use crate::{
 
 /// The longest silence towards Gitea while the job runs: 2 s polls and this make up the 7 s for a cancel.
 const HEARTBEAT: Duration = Duration::from_secs(4);
-/// Denials in a row that count: a facade that was just restarted may not know all its environments yet.
-const DENIALS: u32 = 5;
 
 /// How the delivery ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,7 +52,7 @@ impl Delivery {
     pub(super) async fn deliver(self) -> Delivered {
         let mut backoff = Backoff::new(Duration::from_millis(200), Duration::from_secs(10));
         let mut reported = Instant::now();
-        let mut denials = 0;
+        let mut denials = Denials::default();
         // A terminal request that was denied after an attempt without an answer was taken by that attempt.
         let mut terminal_sent = false;
         loop {
@@ -81,17 +79,16 @@ impl Delivery {
             match outcome {
                 Ok(Outcome::Progress) => {
                     backoff.reset();
-                    denials = 0;
+                    denials.answered();
                 }
-                Ok(Outcome::Retry) => backoff.sleep().await,
+                Ok(Outcome::Retry) => backoff.wait().await,
                 Ok(Outcome::End(end)) => return end,
                 Err(error) => {
-                    denials = if facade::is_final(&error) { denials + 1 } else { 0 };
-                    if denials >= DENIALS || matches!(error.fault, RpcFault::TaskGone | RpcFault::NotOurTask) {
+                    if denials.is_final(&error) {
                         return self.gone(&error, terminal_sent);
                     }
                     tracing::debug!(%error, "deliver again later");
-                    backoff.sleep().await;
+                    backoff.wait().await;
                 }
             }
         }

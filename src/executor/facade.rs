@@ -2,7 +2,10 @@
 //!
 //! Each request carries assignment and capability (rule R6). When to call and what to do about an error is for the callers.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use connectrpc::{ConnectError, ErrorCode};
 use http::{HeaderMap, HeaderValue};
@@ -22,6 +25,8 @@ use crate::{
 const CALL_LIMIT: Duration = Duration::from_secs(20);
 /// A job's stop must be noticed soon, so a poll that hangs is given up early.
 const POLL_LIMIT: Duration = Duration::from_secs(5);
+/// A facade that has just been restarted may not know its environments yet, and denies what it will serve a moment later.
+const DENIED_FOR: Duration = Duration::from_secs(15);
 
 #[derive(Clone)]
 pub struct Facade {
@@ -85,9 +90,28 @@ impl Facade {
     }
 }
 
-/// Whether the facade will never again take anything from this environment.
-pub fn is_final(error: &RpcError) -> bool {
-    matches!(error.fault, RpcFault::Denied | RpcFault::TaskGone | RpcFault::NotOurTask)
+/// Tells a denial for good from one of a facade that is not ready.
+#[derive(Default)]
+pub(super) struct Denials {
+    since: Option<Instant>,
+}
+
+impl Denials {
+    /// Whether the facade will never again take anything from this environment.
+    pub(super) fn is_final(&mut self, error: &RpcError) -> bool {
+        match error.fault {
+            RpcFault::TaskGone | RpcFault::NotOurTask | RpcFault::Unimplemented => true,
+            RpcFault::Denied => self.since.get_or_insert_with(Instant::now).elapsed() >= DENIED_FOR,
+            _ => {
+                self.answered();
+                false
+            }
+        }
+    }
+
+    pub(super) fn answered(&mut self) {
+        self.since = None;
+    }
 }
 
 async fn limited<T>(limit: Duration, call: impl Future<Output = Result<T, ConnectError>>) -> Result<T, RpcError> {

@@ -96,7 +96,12 @@ impl Service {
     }
 
     /// Passes a state on to Gitea, with the result that rule R8 allows.
-    async fn report(&self, claim: &Claim, mut request: UpdateTaskRequest, ctx: &RequestContext) -> Result<UpdateTaskResponse, ConnectError> {
+    async fn report(
+        &self,
+        claim: &Claim,
+        mut request: UpdateTaskRequest,
+        ctx: &RequestContext,
+    ) -> Result<UpdateTaskResponse, ConnectError> {
         let Facade { rpc, claims, .. } = &self.facade;
         let now = self.fresh(claim)?;
         let state = request.state.get_or_insert_default();

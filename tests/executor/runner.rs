@@ -9,7 +9,7 @@ use gitea_dynamic_runner::{
 
 use super::world::{TASK, until};
 
-pub struct Runner {
+pub(crate) struct Runner {
     rpc: RunnerRpc,
     rows: i64,
 }
@@ -68,7 +68,7 @@ fn numbered(from: i64, count: i64) -> Vec<String> {
     (from..from + count).map(|n| format!("row {n}")).collect()
 }
 
-pub async fn play(scene: &str) {
+pub(crate) async fn play(scene: &str) {
     for secret in ["CI_RUNNER_CAPABILITY", "GITEA_URL", "RUNNER_FACADE_URL"] {
         assert!(std::env::var_os(secret).is_none(), "{secret} is in the runner's environment");
     }

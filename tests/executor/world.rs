@@ -26,46 +26,46 @@ use gitea_dynamic_runner::{
     },
 };
 
-pub const TASK: i64 = 7;
-pub const CAPABILITY: &str = "canary-capability";
-pub const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const TASK: i64 = 7;
+pub(crate) const CAPABILITY: &str = "canary-capability";
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 
 /// What the facade (and Gitea behind it) knows, and how it behaves.
 #[derive(Default)]
-pub struct Known {
-    pub task: Vec<u8>,
-    pub rows: Vec<String>,
-    pub sealed: bool,
-    pub states: Vec<TaskState>,
-    pub outputs: BTreeSet<String>,
-    pub terminal: Option<Terminal>,
-    pub starts: u32,
-    pub polls: u32,
+pub(crate) struct Known {
+    pub(crate) task: Vec<u8>,
+    pub(crate) rows: Vec<String>,
+    pub(crate) sealed: bool,
+    pub(crate) states: Vec<TaskState>,
+    pub(crate) outputs: BTreeSet<String>,
+    pub(crate) terminal: Option<Terminal>,
+    pub(crate) starts: u32,
+    pub(crate) polls: u32,
     /// Nothing is answered but `unavailable`.
-    pub away: bool,
+    pub(crate) away: bool,
     /// So many requests are carried out and then answered `unavailable`.
-    pub lose_answers: u32,
-    pub deny: bool,
-    pub task_gone: bool,
-    pub stop: StopReason,
+    pub(crate) lose_answers: u32,
+    pub(crate) deny: bool,
+    pub(crate) task_gone: bool,
+    pub(crate) stop: StopReason,
     /// The result in answers to UpdateTask.
-    pub answer: TaskResult,
+    pub(crate) answer: TaskResult,
     /// While it lives, a terminal report is a fault.
-    pub runner_pid: Option<u32>,
+    pub(crate) runner_pid: Option<u32>,
 }
 
 #[derive(Debug, Clone)]
-pub struct Terminal {
-    pub state: TaskState,
-    pub runner: String,
-    pub stop_seen: bool,
+pub(crate) struct Terminal {
+    pub(crate) state: TaskState,
+    pub(crate) runner: String,
+    pub(crate) stop_seen: bool,
 }
 
 #[derive(Clone, Default)]
-pub struct Facade(Arc<Mutex<Known>>);
+pub(crate) struct Facade(Arc<Mutex<Known>>);
 
 impl Facade {
-    pub fn known(&self) -> MutexGuard<'_, Known> {
+    pub(crate) fn known(&self) -> MutexGuard<'_, Known> {
         self.0.lock().unwrap()
     }
 
@@ -195,31 +195,31 @@ impl RunnerService for Facade {
 }
 
 /// One job with everything around it. Dropping it kills the executor if it still runs.
-pub struct World {
-    pub facade: Facade,
-    pub folder: tempfile::TempDir,
+pub(crate) struct World {
+    pub(crate) facade: Facade,
+    pub(crate) folder: tempfile::TempDir,
     executor: Child,
     _runtime: tokio::runtime::Runtime,
 }
 
-pub struct Setup {
-    pub facade: Facade,
+pub(crate) struct Setup {
+    pub(crate) facade: Facade,
     /// A scene of `runner_process`, with its arguments.
-    pub scene: String,
+    pub(crate) scene: String,
     /// Another program than the scripted runner.
-    pub runner: Option<PathBuf>,
-    pub gitea_url: String,
+    pub(crate) runner: Option<PathBuf>,
+    pub(crate) gitea_url: String,
 }
 
 impl Setup {
-    pub fn new(scene: &str) -> Self {
+    pub(crate) fn new(scene: &str) -> Self {
         let facade = Facade::default();
         facade.known().task = Task { id: TASK, ..Default::default() }.encode_to_vec();
         facade.known().rows = vec!["controller 0".into(), "controller 1".into()];
         Self { facade, scene: scene.into(), runner: None, gitea_url: "http://127.0.0.1:9/".into() }
     }
 
-    pub fn start(self) -> World {
+    pub(crate) fn start(self) -> World {
         let folder = tempfile::tempdir().unwrap();
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let service = Arc::new(self.facade.clone());
@@ -250,16 +250,16 @@ impl Setup {
 }
 
 impl World {
-    pub fn known(&self) -> MutexGuard<'_, Known> {
+    pub(crate) fn known(&self) -> MutexGuard<'_, Known> {
         self.facade.known()
     }
 
-    pub fn pid(&self) -> u32 {
+    pub(crate) fn pid(&self) -> u32 {
         self.executor.id()
     }
 
     /// Waits for the executor's end; it must leave no process.
-    pub fn ended(&mut self) -> ExitStatus {
+    pub(crate) fn ended(&mut self) -> ExitStatus {
         let mut status = None;
         until("the executor ends", || {
             status = self.executor.try_wait().unwrap();
@@ -271,16 +271,16 @@ impl World {
         status.unwrap()
     }
 
-    pub fn rows(&self) -> Vec<String> {
+    pub(crate) fn rows(&self) -> Vec<String> {
         self.known().rows.iter().skip(2).cloned().collect()
     }
 
-    pub fn terminal(&self) -> Terminal {
+    pub(crate) fn terminal(&self) -> Terminal {
         self.known().terminal.clone().expect("a verdict at the facade")
     }
 
     /// Address and token of the bridge, once the runner has them.
-    pub fn bridge(&self) -> (String, String) {
+    pub(crate) fn bridge(&self) -> (String, String) {
         let file = self.folder.path().join("runner/.runner");
         until("the bridge is announced", || std::fs::read_to_string(&file).is_ok_and(|text| text.ends_with('}')));
         let said: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(file).unwrap()).unwrap();
@@ -288,12 +288,12 @@ impl World {
         (text("address").trim_start_matches("http://").to_owned(), text("token"))
     }
 
-    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+    pub(crate) fn signal(&self, signal: nix::sys::signal::Signal) {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid() as i32), signal).unwrap();
     }
 
     /// Lets a runner go on that waits for it.
-    pub fn go(&self) {
+    pub(crate) fn go(&self) {
         std::fs::write(self.folder.path().join("runner/go"), "").unwrap();
     }
 }
@@ -308,7 +308,7 @@ impl Drop for World {
 }
 
 /// A test of this binary as a process of its own: the executor kills all that is below it, and that must not be us.
-pub fn test_process(test: &str) -> Command {
+pub(crate) fn test_process(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args([test, "--exact", "--ignored", "--nocapture", "--test-threads=1"]);
     command
@@ -338,7 +338,7 @@ fn processes() -> Vec<String> {
 }
 
 /// Looks again and again, for a minute.
-pub fn until(what: &str, mut look: impl FnMut() -> bool) {
+pub(crate) fn until(what: &str, mut look: impl FnMut() -> bool) {
     let limit = Instant::now() + LIMIT;
     while !look() {
         assert!(Instant::now() < limit, "not within {} s: {what}", LIMIT.as_secs());
