@@ -229,7 +229,8 @@ fn official(script: &str) -> Option<World> {
     });
     let context = serde_json::from_value::<buffa_types::google::protobuf::Struct>(context).unwrap();
     let payload = Some(payload.into_bytes());
-    let secrets = [("GITHUB_TOKEN", "t"), ("GITEA_TOKEN", "t")].map(|(name, value)| (name.into(), value.into())).into();
+    let secrets =
+        [("GITHUB_TOKEN", "t"), ("GITEA_TOKEN", "t")].into_iter().map(|(name, value)| (name.into(), value.into())).collect();
     let task = Task { id: world::TASK, context: context.into(), workflow_payload: payload, secrets, ..Default::default() };
     setup.facade.known().task = buffa::Message::encode_to_vec(&task);
     Some(setup.start())

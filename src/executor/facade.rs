@@ -100,7 +100,7 @@ impl Denials {
     /// Whether the facade will never again take anything from this environment.
     pub(super) fn is_final(&mut self, error: &RpcError) -> bool {
         match error.fault {
-            RpcFault::TaskGone | RpcFault::NotOurTask | RpcFault::Unimplemented => true,
+            RpcFault::TaskGone | RpcFault::NotOurTask => true,
             RpcFault::Denied => self.since.get_or_insert_with(Instant::now).elapsed() >= DENIED_FOR,
             _ => {
                 self.answered();

@@ -25,6 +25,12 @@ pub(super) struct Process {
     started: u64,
 }
 
+impl Process {
+    pub(super) fn is(&self, pid: i32) -> bool {
+        self.pid == pid
+    }
+}
+
 struct Stat {
     parent: i32,
     zombie: bool,

@@ -163,7 +163,13 @@ async fn end(runner: &mut Child, major: u32, cause: StopCause) -> io::Result<Exi
     if let Err(error) = kill(Pid::from_raw(pid), Signal::SIGTERM) {
         tracing::warn!(%error, "the runner cannot be signalled");
     }
-    let stopped = processes::below(pid);
+    // A step's child whose shell was killed is ours by now, not the runner's; it still holds the pipe that the runner reads.
+    let job = || {
+        let mut job = processes::below(processes::own_pid());
+        job.retain(|process| !process.is(pid));
+        job
+    };
+    let stopped = job();
     let deadline = Instant::now() + grace;
     let mut tick = tokio::time::interval_at(Instant::now() + STEP_GRACE, STEP_GRACE);
     loop {
@@ -172,7 +178,7 @@ async fn end(runner: &mut Child, major: u32, cause: StopCause) -> io::Result<Exi
             () = tokio::time::sleep_until(deadline) => break,
             _ = tick.tick() => {
                 // Steps that a newer runner starts after the cancel are its cleanup, and live.
-                processes::kill_all(&if major >= 2 { stopped.clone() } else { processes::below(pid) });
+                processes::kill_all(&if major >= 2 { stopped.clone() } else { job() });
                 processes::reap(u32::try_from(pid).ok());
             }
         }
