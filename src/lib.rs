@@ -25,14 +25,24 @@ pub mod metrics;
 pub mod queue;
 
 // Roles: what the controller does.
+pub mod facade;
+pub mod http;
 pub mod reconcile;
 pub mod scheduler;
 pub mod slots;
 pub mod waiting;
 pub mod worker;
 
+// In the environment.
+pub mod executor;
+
 // Wiring.
+pub mod cli;
 pub mod config;
+pub mod daemon;
 pub mod health;
 pub mod supervise;
 pub mod telemetry;
+
+// A stand-in forge and a small runner, for the demo and the tests.
+pub mod demo;
