@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
+    backend::local::Isolation,
     config::{self, Config, Faults, Mode, Reader, tools},
     daemon::Daemon,
     telemetry,
@@ -64,7 +65,7 @@ pub fn main() -> ExitCode {
         Some("local-keeper") => return crate::backend::local::keeper_main(args.split_off(2)),
         Some("local-init") => return crate::backend::local::init_main(args.split_off(2)),
         // The demo's stand-in for the official runner is called as that is.
-        Some("daemon") => return crate::demo::steps::main_from(args),
+        Some("daemon") => return crate::demo::steps::main_from(args.split_off(1)),
         _ => {}
     }
     // One provider for everybody; a second one in the tree is refused by a test.
@@ -89,12 +90,13 @@ pub fn main() -> ExitCode {
 }
 
 async fn executor() -> ExitCode {
-    crate::executor::run().await.into()
+    telemetry::start(Some("json"), "info");
+    ExitCode::from(crate::executor::run().await.code())
 }
 
 async fn serve(args: &Serve) -> ExitCode {
     let environment = config::process_environment();
-    telemetry::start(environment.get("LOG_FORMAT").map(String::as_str));
+    telemetry::start(environment.get("LOG_FORMAT").map(String::as_str), "info");
     if let Err(e) = crate::process::harden() {
         return told(&anyhow::Error::new(e).context("make the process non-dumpable"));
     }
@@ -105,7 +107,7 @@ async fn serve(args: &Serve) -> ExitCode {
     for missing in &tools.missing {
         tracing::warn!("{missing}");
     }
-    if config.local.unisolated {
+    if matches!(Isolation::choose(config.local.without_isolation, config.local.executor_uid), Ok(Isolation::Unisolated)) {
         tracing::warn!("LOCAL_UNISOLATED=1: every job can read everything of this user, the runner's credentials included");
     }
     tracing::info!(
@@ -127,7 +129,10 @@ async fn serve(args: &Serve) -> ExitCode {
 }
 
 /// Settings and tools, or every fault of both.
-async fn checked(environment: std::collections::BTreeMap<String, String>, args: &Serve) -> Result<(Config, tools::Tools), Faults> {
+async fn checked(
+    environment: std::collections::BTreeMap<String, String>,
+    args: &Serve,
+) -> Result<(Config, tools::Tools), Faults> {
     let mode = if args.standalone { Mode::Standalone } else { Mode::Full };
     let read = Config::read(environment.clone(), mode);
     let reader = Reader::new(environment);
@@ -140,8 +145,9 @@ async fn checked(environment: std::collections::BTreeMap<String, String>, args: 
     if tools.runner.is_none() {
         faults.extend(tools.missing.first().cloned());
     }
-    let (root, unisolated) = (nix::unistd::geteuid().is_root(), reader.optional("LOCAL_UNISOLATED").as_deref() == Some("1"));
-    faults.extend(crate::backend::local::Isolation::choose(root, unisolated, 2000).err());
+    if let Ok(config) = &read {
+        faults.extend(Isolation::choose(config.local.without_isolation, config.local.executor_uid).err());
+    }
     match read {
         Ok(config) if faults.is_empty() => Ok((config, tools)),
         _ => Err(Faults(faults)),
@@ -154,7 +160,10 @@ async fn check_config(args: &Serve) -> ExitCode {
         Ok((config, tools)) => {
             println!("The settings are fine.");
             for backend in config.backends() {
-                println!("{}: {} environments at once, {} s each at most", backend.kind, backend.capacity, backend.timeout_seconds);
+                println!(
+                    "{}: {} environments at once, {} s each at most",
+                    backend.kind, backend.capacity, backend.timeout_seconds
+                );
             }
             for missing in tools.missing {
                 println!("note: {missing}");

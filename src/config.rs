@@ -9,6 +9,7 @@ use std::{
 };
 
 use crate::{
+    backend::local::{ForkPullRequests, WithoutIsolation},
     ids::{BackendKind, InstanceId},
     secret::Secret,
 };
@@ -16,7 +17,7 @@ use crate::{
 mod read;
 pub mod tools;
 
-
+pub(crate) use self::read::StoredCredentials;
 pub use self::read::{Reader, process_environment};
 
 /// Where `register` keeps what Gitea gave, below the state directory.
@@ -97,8 +98,8 @@ pub struct BackendConfig {
 #[derive(Debug, Clone)]
 pub struct LocalSettings {
     pub executor_uid: u32,
-    pub unisolated: bool,
-    pub fork_prs: bool,
+    pub without_isolation: WithoutIsolation,
+    pub fork_prs: ForkPullRequests,
     pub metadata_prefix: String,
     pub runner_bin: Option<PathBuf>,
     pub path: String,
@@ -289,8 +290,8 @@ fn read_local(read: &mut Reader) -> LocalSettings {
     let uid = read.number("POD_EXECUTOR_UID", "2000", 1..=4_000_000_000);
     LocalSettings {
         executor_uid: u32::try_from(uid).unwrap_or(2000),
-        unisolated: read.flag("LOCAL_UNISOLATED"),
-        fork_prs: read.flag("LOCAL_FORK_PRS"),
+        without_isolation: if read.flag("LOCAL_UNISOLATED") { WithoutIsolation::Accepted } else { WithoutIsolation::Refused },
+        fork_prs: if read.flag("LOCAL_FORK_PRS") { ForkPullRequests::Accepted } else { ForkPullRequests::Refused },
         metadata_prefix: read.or("METADATA_PREFIX", crate::names::metadata::PREFIX),
         runner_bin: read.optional("RUNNER_BIN").map(PathBuf::from),
         path: read.or("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),

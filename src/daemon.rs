@@ -12,7 +12,7 @@ use crate::{
     assignment::{Rules, seal::SealKeys},
     backend::{
         Backend,
-        local::{ForkPullRequests, Isolation, LocalBackend, LocalConfig},
+        local::{Isolation, LocalBackend, LocalConfig},
     },
     backoff::Backoff,
     claims::Claims,
@@ -94,8 +94,10 @@ impl Daemon {
         let keys = state.seal_keys(config.keys.seal.as_deref()).context("read seal key")?;
         let claims = Claims::new(state.capability_key(config.keys.capability.as_deref()).context("read capability key")?);
         let credentials = Some((config.gitea.uuid.as_str(), &config.gitea.token));
-        let rpc = RunnerRpc::to_gitea(&config.gitea.url, config.gitea.ca_file.as_deref(), credentials).context("make Gitea client")?;
-        let authority = Authority::open(&state.private.join("ca"), &config.identity.trust_domain).context("open certificate authority")?;
+        let rpc =
+            RunnerRpc::to_gitea(&config.gitea.url, config.gitea.ca_file.as_deref(), credentials).context("make Gitea client")?;
+        let authority =
+            Authority::open(&state.private.join("ca"), &config.identity.trust_domain).context("open certificate authority")?;
         let (metrics, mut backends, mut slots) = (Metrics::new(), HashMap::new(), HashMap::new());
         for backend in config.backends() {
             let local = local_backend(&config, backend, &tools).with_context(|| format!("make {} backend", backend.kind))?;
@@ -249,16 +251,15 @@ async fn count_environments(reconcilers: Vec<Reconciler>, stop: &CancellationTok
 }
 
 fn local_backend(config: &Config, backend: &BackendConfig, tools: &Tools) -> anyhow::Result<Arc<dyn Backend>> {
-    let LocalSettings { executor_uid, unisolated, fork_prs, metadata_prefix, runner_bin: _, path, proxy } = &config.local;
-    let root = nix::unistd::geteuid().is_root();
-    let isolation = Isolation::choose(root, *unisolated, *executor_uid).map_err(anyhow::Error::msg)?;
+    let LocalSettings { executor_uid, without_isolation, fork_prs, metadata_prefix, runner_bin: _, path, proxy } = &config.local;
+    let isolation = Isolation::choose(*without_isolation, *executor_uid).map_err(anyhow::Error::msg)?;
     let instance = config.gitea.instance();
     let mut local = LocalConfig::new(backend.kind, instance, config.state_directory.clone(), isolation);
     local.metadata_prefix.clone_from(metadata_prefix);
     local.runner_bin = tools.runner.as_ref().map(|r| r.path.clone());
     local.path.clone_from(path);
     local.proxy.clone_from(proxy);
-    local.fork_prs = if *fork_prs { ForkPullRequests::Accepted } else { ForkPullRequests::Refused };
+    local.fork_prs = *fork_prs;
     Ok(Arc::new(LocalBackend::new(local)?))
 }
 
@@ -365,7 +366,7 @@ impl Parts<'_> {
 
     fn reconcilers(&self) -> Vec<Reconciler> {
         let core = self.core;
-        let slots = |kind| core.slots.get(kind).cloned().unwrap_or_else(|| Slots::new(1));
+        let slots = |kind: &BackendKind| core.slots.get(kind).cloned().unwrap_or_else(|| Slots::new(1));
         let make = |(kind, backend): (&BackendKind, &Arc<dyn Backend>)| Reconciler {
             backend: Arc::clone(backend),
             slots: slots(kind),
@@ -384,4 +385,3 @@ impl Parts<'_> {
         core.backends.iter().map(make).collect()
     }
 }
-

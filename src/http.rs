@@ -55,7 +55,8 @@ impl Http {
             .route("/metrics", get(metrics))
             .layer(from_fn_with_state(self.access.clone(), may_read))
             .with_state(self.clone());
-        let open = Router::new().route("/healthz", get(|| async { "ok\n" })).route("/readyz", get(ready)).with_state(self.clone());
+        let open =
+            Router::new().route("/healthz", get(|| async { "ok\n" })).route("/readyz", get(ready)).with_state(self.clone());
         open.merge(guarded).layer(from_fn_with_state(self.access, right_host))
     }
 }
@@ -156,7 +157,8 @@ mod tests {
 
     #[tokio::test]
     async fn only_who_shows_the_token_reads_and_only_under_a_known_name() {
-        let access = Access { read_token: Some(Secret::new("t0ken")), trust_loopback: false, hosts: vec!["ci.example.test".into()] };
+        let access =
+            Access { read_token: Some(Secret::new("t0ken")), trust_loopback: false, hosts: vec!["ci.example.test".into()] };
         let basic = format!("Basic {}", base64::engine::general_purpose::STANDARD.encode("me:t0ken"));
         for (path, headers, expected) in [
             ("/healthz", vec![("host", "127.0.0.1:9180")], 200),

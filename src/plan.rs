@@ -157,13 +157,13 @@ fn served(facts: &Facts, claim: &Claim, environment: &Observed) -> Option<Step> 
         (ClaimPhase::Claimed, Some((stop, since))) => {
             let over = facts.now.saturating_duration_since(*since) > facts.stop_grace;
             match ended {
-                Some(how) => settle(verdict_of(*stop), format!("{} (the environment {how})", reason_of(*stop))),
+                Some(how) => settle(verdict_of(*stop), format!("{} ({how})", reason_of(*stop))),
                 None if over => settle(verdict_of(*stop), format!("{}, and did not end in time", reason_of(*stop))),
                 None => None,
             }
         }
         (ClaimPhase::Claimed, None) => match ended {
-            Some(how) => settle(Verdict::Failure, format!("The environment ended without a result: it {how}.")),
+            Some(how) => settle(Verdict::Failure, format!("The environment ended without a result: {how}.")),
             None if environment.deadline_at <= facts.wall => Some(Step::Stop(assignment)),
             None => None,
         },
@@ -176,7 +176,7 @@ fn unserved(facts: &Facts, environment: &Observed) -> Option<Step> {
     if environment.claimed {
         return match &environment.phase {
             Phase::Ended(how) => {
-                let reason = format!("The environment ended without a result: it {how}.");
+                let reason = format!("The environment ended without a result: {how}.");
                 Some(Step::Settle { name, assignment, verdict: Verdict::Failure, reason })
             }
             Phase::Pending | Phase::Running => oldest(facts, environment).then_some(Step::Adopt(name)),

@@ -4,9 +4,9 @@
 
 use tracing_subscriber::{EnvFilter, fmt};
 
-/// `json` unless `LOG_FORMAT=text`; what is shown follows `RUST_LOG`, default `info`.
-pub fn start(format: Option<&str>) {
-    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("info"));
+/// `json` unless `LOG_FORMAT=text`; what is shown follows `RUST_LOG`, else `default`.
+pub fn start(format: Option<&str>, default: &str) {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
     let started = match format {
         Some("text") => fmt().with_env_filter(filter).with_writer(std::io::stderr).with_target(false).try_init(),
         _ => fmt()

@@ -71,8 +71,7 @@ async fn registered(args: Register) -> anyhow::Result<String> {
     prepare(&state).context("prepare the state directory")?;
     crate::daemon::write_private(&reserved, b"")?;
     let tools = tools::look(runner_bin.as_deref(), &path).await;
-    let capabilities: &[String] =
-        if tools.runner.is_some_and(|r| r.cleans_up()) { &["cancelling".to_owned()] } else { &[] };
+    let capabilities: &[String] = if tools.runner.is_some_and(|r| r.cleans_up()) { &["cancelling".to_owned()] } else { &[] };
     let labels = ["self-hosted".to_owned(), "pod".to_owned()];
     let version = format!("gitea-dynamic-runner v{}", env!("CARGO_PKG_VERSION"));
     let runner = match register(&url, ca_file.as_deref(), &token, &name, &version, &labels, capabilities).await {
@@ -86,7 +85,13 @@ async fn registered(args: Register) -> anyhow::Result<String> {
             )));
         }
     };
-    let stored = StoredCredentials { url: url.clone(), id: runner.id, uuid: runner.uuid, token: runner.token.expose().to_owned(), name: runner.name };
+    let stored = StoredCredentials {
+        url: url.clone(),
+        id: runner.id,
+        uuid: runner.uuid,
+        token: runner.token.expose().to_owned(),
+        name: runner.name,
+    };
     crate::daemon::write_private(&file, &serde_json::to_vec_pretty(&stored)?)?;
     fs::remove_file(&reserved).context("remove the reservation")?;
     give_to_owner(&state, &[file.as_path()])?;

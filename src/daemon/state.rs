@@ -22,7 +22,8 @@ impl StateDirectory {
         let private = directory.join("private");
         fs::create_dir_all(&private).with_context(|| format!("make {}", private.display()))?;
         for (folder, mode) in [(directory, 0o711), (private.as_path(), 0o700)] {
-            fs::set_permissions(folder, Permissions::from_mode(mode)).with_context(|| format!("set mode of {}", folder.display()))?;
+            fs::set_permissions(folder, Permissions::from_mode(mode))
+                .with_context(|| format!("set mode of {}", folder.display()))?;
         }
         Ok(Self { private })
     }

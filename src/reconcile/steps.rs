@@ -130,7 +130,7 @@ impl Reconciler {
         }
         self.unbind(environment.as_ref()).await;
         let how = match &why {
-            NoStart::Ended(how) => format!("it {how}"),
+            NoStart::Ended(how) => how.clone(),
             NoStart::ClaimTimeout => "it did not take the job within 4 minutes".into(),
             NoStart::Vanished => "it vanished".into(),
         };

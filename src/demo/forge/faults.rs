@@ -1,0 +1,119 @@
+//! Trouble on order, for tests: answers that fail, come late, or never arrive. And the record of what was asked.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::{Duration, Instant},
+};
+
+use connectrpc::ErrorCode;
+
+/// Requests remembered one by one; older ones only count.
+const MAX_SEEN: usize = 100_000;
+
+/// A call of the protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Method {
+    Ping,
+    Register,
+    Declare,
+    FetchTask,
+    UpdateTask,
+    UpdateLog,
+}
+
+/// What happens to a call instead of its answer.
+#[derive(Debug, Clone)]
+pub enum Fault {
+    /// A Connect error, nothing done.
+    Fail { code: ErrorCode, message: String },
+    /// A proxy's page with this HTTP status, nothing done.
+    Page(u16),
+    /// Answered as usual, but not before.
+    Delay(Duration),
+    /// The work is done, and the connection drops instead of the answer.
+    LoseAnswer,
+    /// The connection drops, nothing done.
+    LoseRequest,
+}
+
+/// How often a fault strikes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Times {
+    Next(u32),
+    UntilCleared,
+}
+
+/// One request that came in.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    /// `None` for a path outside the protocol.
+    pub method: Option<Method>,
+    pub path: String,
+    pub at: Instant,
+    /// Of its body.
+    pub bytes: usize,
+}
+
+impl Method {
+    pub const ALL: [Method; 6] =
+        [Method::Ping, Method::Register, Method::Declare, Method::FetchTask, Method::UpdateTask, Method::UpdateLog];
+
+    pub(super) fn path(self) -> &'static str {
+        match self {
+            Method::Ping => "/api/actions/ping.v1.PingService/Ping",
+            Method::Register => "/api/actions/runner.v1.RunnerService/Register",
+            Method::Declare => "/api/actions/runner.v1.RunnerService/Declare",
+            Method::FetchTask => "/api/actions/runner.v1.RunnerService/FetchTask",
+            Method::UpdateTask => "/api/actions/runner.v1.RunnerService/UpdateTask",
+            Method::UpdateLog => "/api/actions/runner.v1.RunnerService/UpdateLog",
+        }
+    }
+
+    pub(super) fn of_path(path: &str) -> Option<Self> {
+        Method::ALL.into_iter().find(|method| method.path() == path)
+    }
+}
+
+/// What is on order: at most one fault a method, the newest.
+#[derive(Default)]
+pub(super) struct Faults(BTreeMap<Method, (Fault, Times)>);
+
+impl Faults {
+    pub(super) fn inject(&mut self, method: Method, fault: Fault, times: Times) {
+        self.0.insert(method, (fault, times));
+    }
+
+    pub(super) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    pub(super) fn strike(&mut self, method: Method) -> Option<Fault> {
+        let (fault, times) = self.0.get_mut(&method)?;
+        match times {
+            Times::UntilCleared => Some(fault.clone()),
+            Times::Next(0) => None,
+            Times::Next(left) => {
+                *left -= 1;
+                Some(fault.clone())
+            }
+        }
+    }
+}
+
+#[derive(Default)]
+pub(super) struct Record {
+    pub(super) seen: VecDeque<Seen>,
+    pub(super) counts: BTreeMap<Method, u64>,
+}
+
+impl Record {
+    pub(super) fn add(&mut self, seen: Seen) {
+        if let Some(method) = seen.method {
+            *self.counts.entry(method).or_default() += 1;
+        }
+        if self.seen.len() == MAX_SEEN {
+            self.seen.pop_front();
+        }
+        self.seen.push_back(seen);
+    }
+}
