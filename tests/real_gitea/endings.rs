@@ -104,7 +104,7 @@ async fn a_job_whose_environment_is_stopped_from_outside_is_never_green() {
 async fn a_job_past_its_deadline_is_stopped_and_never_green() {
     story(STORY, async {
         let gitea = RealGitea::start(Version::Current, "").await;
-        let env = vec![("JOB_DEADLINE_SECONDS", "8".to_owned())];
+        let env = vec![("POD_TIMEOUT_SECONDS", "30".to_owned())];
         let _controller = Controller::start(&gitea, ControllerOptions { env, ..Default::default() }).await;
         let (repository, run) = gitea.run("late", &workflow("late", &["echo begun", "sleep 1000"])).await;
         let conclusion = repository.conclusion(run, RUN).await;
