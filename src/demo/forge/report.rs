@@ -46,11 +46,8 @@ impl State {
         if !status.is_final() {
             end = JobStatus::of_result(state.result);
             task.updated = Instant::now();
-            for reported in &state.steps {
-                let at = usize::try_from(reported.id).ok();
-                if let Some(step) = at.and_then(|at| task.steps.get_mut(at)) {
-                    take_step(step, reported);
-                }
+            for (at, step) in (0..).zip(&mut task.steps) {
+                take_step(step, state.steps.iter().rev().find(|reported| reported.id == at));
             }
         }
         for (key, value) in &request.outputs {
@@ -116,12 +113,16 @@ enum TaskFault {
     OfAnother,
 }
 
-fn take_step(step: &mut Step, reported: &rpc::StepState) {
-    step.log_index = reported.log_index;
-    step.log_length = reported.log_length;
-    step.started = time_of(&reported.started_at);
-    step.stopped = time_of(&reported.stopped_at);
-    if let Some(end) = JobStatus::of_result(reported.result) {
+/// A step that began and is left out of a later report counts as running again, be it over or not. Gitea does so, and whoever
+/// reports an end must list every step.
+fn take_step(step: &mut Step, reported: Option<&rpc::StepState>) {
+    if let Some(reported) = reported {
+        step.log_index = reported.log_index;
+        step.log_length = reported.log_length;
+        step.started = time_of(&reported.started_at);
+        step.stopped = time_of(&reported.stopped_at);
+    }
+    if let Some(end) = reported.and_then(|reported| JobStatus::of_result(reported.result)) {
         step.status = end;
     } else if step.started.is_some() {
         step.status = JobStatus::Running;

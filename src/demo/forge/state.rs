@@ -291,7 +291,7 @@ impl State {
         }
     }
 
-    /// Ends what nobody reported on for too long, and what lasted too long. Their logs are archived. Tells whether there was any.
+    /// Ends what nobody reported on for too long, and what lasted too long. Tells whether there was any.
     pub(super) fn sweep(&mut self, config: &ForgeConfig) -> bool {
         let over = |job: &&Job| {
             let Some(task) = job.task.as_ref().filter(|_| !job.status.is_final()) else { return false };
@@ -301,7 +301,8 @@ impl State {
         let ids: Vec<_> = self.jobs.values().filter(over).map(|job| (job.id, job.status)).collect();
         for &(id, status) in &ids {
             if let Some(task) = self.jobs.get_mut(&id).and_then(|job| job.task.as_mut()) {
-                task.sealed = true;
+                // A log without any row has no file, and Gitea leaves it open.
+                task.sealed |= !task.log.is_empty();
                 let open = |step: &&mut Step| !step.status.is_final();
                 let end = if status == JobStatus::Cancelling { JobStatus::Cancelled } else { JobStatus::Failure };
                 task.steps.iter_mut().filter(open).for_each(|step| step.status = end);
