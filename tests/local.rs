@@ -175,8 +175,7 @@ fn groups(folder: &Path, prefix: &str, depth: u32) -> Vec<PathBuf> {
 }
 
 fn pass(queue: &Path) -> LeaderPass {
-    let _ = queue;
-    LeaderPass::of_database(&EmbeddedQueue {})
+    LeaderPass::of_database(&EmbeddedQueue::open(queue).unwrap())
 }
 
 fn config(instance: InstanceId, state: &Path, isolation: Isolation, script: &str) -> LocalConfig {

@@ -37,11 +37,14 @@ impl Default for Limits {
     }
 }
 
+/// Files of a group, and what is written into each.
+type Writes = Vec<(String, String)>;
+
 /// A group of one environment: its folder, and what is written into which of its files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct CgroupDir {
     pub(super) path: PathBuf,
-    pub(super) writes: Vec<(String, String)>,
+    pub(super) writes: Writes,
 }
 
 /// Where the groups of environments go, and which limits nobody holds.
@@ -109,7 +112,7 @@ impl CgroupPlan {
 }
 
 /// The controllers that the limits need: name, what it limits in words, files and values.
-fn wanted(limits: &Limits, version: u8) -> Vec<(&'static str, &'static str, Vec<(String, String)>)> {
+fn wanted(limits: &Limits, version: u8) -> Vec<(&'static str, &'static str, Writes)> {
     let file = |v1: &str, v2: &str, value: String| (if version == 1 { v1 } else { v2 }.to_owned(), value);
     let mut wanted = vec![("pids", TASKS, vec![file("pids.max", "pids.max", limits.tasks.to_string())])];
     if let Some(bytes) = limits.memory {
