@@ -73,11 +73,17 @@ impl Ending {
     }
 }
 
+impl From<Ending> for std::process::ExitCode {
+    fn from(ending: Ending) -> Self {
+        ending.code().into()
+    }
+}
+
 /// The whole life of an environment, with its settings from the process environment (`names::env`).
 pub async fn run() -> Ending {
     // Before any secret is read. Our own variables stay in `/proc/self/environ`, which a process that is not dumpable shows
     // to nobody but root; children get an environment of their own.
-    let prepared = processes::harden().context("harden the process").and_then(|()| {
+    let prepared = crate::process::harden().context("harden the process").and_then(|()| {
         let settings = Settings::from_environment(&|name| std::env::var(name).ok())?;
         anyhow::ensure!(settings.facade_url.starts_with("https://"), "RUNNER_FACADE_URL must be an https:// URL");
         Ok(settings)
@@ -234,7 +240,7 @@ async fn run_job(settings: Settings, facade: Facade, stop: Stop, prepared: Prepa
 async fn wait_for_runner(child: Child, major: u32, stop: &Stop) {
     match runner::supervise(child, major, stop).await {
         Ok(status) => tracing::debug!(%status, "the runner's exit code says nothing about the job"),
-        Err(error) => tracing::error!(%error, "the runner's end cannot be waited for"),
+        Err(error) => tracing::error!(%error, "the job's processes cannot be ended in order"),
     }
 }
 

@@ -233,6 +233,7 @@ fn official(script: &str) -> Option<World> {
         [("GITHUB_TOKEN", "t"), ("GITEA_TOKEN", "t")].into_iter().map(|(name, value)| (name.into(), value.into())).collect();
     let task = Task { id: world::TASK, context: context.into(), workflow_payload: payload, secrets, ..Default::default() };
     setup.facade.known().task = buffa::Message::encode_to_vec(&task);
+    setup.facade.known().runner_keeps_order = false;
     Some(setup.start())
 }
 

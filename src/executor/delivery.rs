@@ -56,7 +56,7 @@ impl Delivery {
         // A terminal request that was denied after an attempt without an answer was taken by that attempt.
         let mut terminal_sent = false;
         loop {
-            let next = if reported.elapsed() >= HEARTBEAT { self.heartbeat() } else { self.spool.lock().next() };
+            let next = if reported.elapsed() >= HEARTBEAT { self.heartbeat() } else { self.spool.lock().next_step() };
             let outcome = match next {
                 Next::Wait => {
                     let silence = HEARTBEAT.saturating_sub(reported.elapsed());
@@ -96,7 +96,7 @@ impl Delivery {
 
     fn heartbeat(&self) -> Next {
         let mut spool = self.spool.lock();
-        match spool.next() {
+        match spool.next_step() {
             // A state, and above all the last one, is as good as a heartbeat.
             next @ (Next::State(_) | Next::Terminal(_) | Next::NoVerdict) => next,
             Next::Log(_) | Next::Wait => Next::State(spool.heartbeat()),

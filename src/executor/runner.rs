@@ -150,24 +150,25 @@ pub(super) async fn supervise(mut runner: Child, major: u32, stop: &Stop) -> io:
             _ = tick.tick() => processes::reap(pid),
         }
     };
-    sweep().await;
+    sweep().await?;
     exited
 }
 
 /// SIGTERM; soon the step's leftovers, without which the runner can report in order; after the grace SIGKILL.
 async fn end(runner: &mut Child, major: u32, cause: StopCause) -> io::Result<ExitStatus> {
-    let Some(pid) = runner.id().and_then(|pid| i32::try_from(pid).ok()) else { return runner.wait().await };
+    let Some(pid) = runner.id() else { return runner.wait().await };
     let grace = if major >= 2 && cause == StopCause::Cancelled { CLEANUP_GRACE } else { GRACE };
     tracing::info!(?cause, grace_s = grace.as_secs(), "stop the runner");
     // Not reaped yet, so the pid is still the runner's.
-    if let Err(error) = kill(Pid::from_raw(pid), Signal::SIGTERM) {
+    if let Err(error) = kill(Pid::from_raw(pid.cast_signed()), Signal::SIGTERM) {
         tracing::warn!(%error, "the runner cannot be signalled");
     }
     // A step's child whose shell was killed is ours by now, not the runner's; it still holds the pipe that the runner reads.
     let job = || {
-        let mut job = processes::below(processes::own_pid());
-        job.retain(|process| !process.is(pid));
-        job
+        processes::below(Some(pid)).unwrap_or_else(|error| {
+            tracing::warn!(%error, "the job's processes cannot be listed");
+            Vec::new()
+        })
     };
     let stopped = job();
     let deadline = Instant::now() + grace;
@@ -179,7 +180,7 @@ async fn end(runner: &mut Child, major: u32, cause: StopCause) -> io::Result<Exi
             _ = tick.tick() => {
                 // Steps that a newer runner starts after the cancel are its cleanup, and live.
                 processes::kill_all(&if major >= 2 { stopped.clone() } else { job() });
-                processes::reap(u32::try_from(pid).ok());
+                processes::reap(Some(pid));
             }
         }
     }
@@ -189,18 +190,18 @@ async fn end(runner: &mut Child, major: u32, cause: StopCause) -> io::Result<Exi
 }
 
 /// Kills what the job left behind, until nothing is found.
-async fn sweep() {
+async fn sweep() -> io::Result<()> {
     let deadline = Instant::now() + KILL_LIMIT;
     loop {
-        let left = processes::below(processes::own_pid());
+        let left = processes::below(None)?;
         processes::kill_all(&left);
         processes::reap(None);
         if left.is_empty() {
-            return;
+            return Ok(());
         }
         if Instant::now() >= deadline {
-            tracing::warn!(processes = left.len(), "processes of the job outlive SIGKILL; the backend removes the environment");
-            return;
+            let text = format!("{} processes of the job outlive SIGKILL; the backend removes the environment", left.len());
+            return Err(io::Error::other(text));
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }

@@ -183,7 +183,7 @@ impl Spool {
     }
 
     /// What to send now. The same again until its answer is told here.
-    pub fn next(&mut self) -> Next {
+    pub fn next_step(&mut self) -> Next {
         if self.waiting.front().is_some_and(|(after, _)| *after <= self.base)
             && let Some((_, state)) = self.waiting.front()
         {

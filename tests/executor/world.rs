@@ -50,6 +50,7 @@ pub(crate) struct Known {
     pub(crate) stop: StopReason,
     /// The result in answers to UpdateTask.
     pub(crate) answer: TaskResult,
+    pub(crate) runner_keeps_order: bool,
     /// While it lives, a terminal report is a fault.
     pub(crate) runner_pid: Option<u32>,
 }
@@ -158,7 +159,8 @@ impl RunnerService for Facade {
         let request = request.to_owned_message();
         let state = request.state.into_option().unwrap();
         known.outputs.extend(request.outputs.into_keys());
-        for step in &state.steps {
+        // The official runner itself reports rows that it has not sent yet.
+        for step in state.steps.iter().filter(|_| known.runner_keeps_order) {
             assert!(step.log_index + step.log_length <= known.rows.len() as i64, "a state overtook its rows");
         }
         if state.result != TaskResult::RESULT_UNSPECIFIED && known.terminal.is_none() {
@@ -216,6 +218,7 @@ impl Setup {
         let facade = Facade::default();
         facade.known().task = Task { id: TASK, ..Default::default() }.encode_to_vec();
         facade.known().rows = vec!["controller 0".into(), "controller 1".into()];
+        facade.known().runner_keeps_order = true;
         Self { facade, scene: scene.into(), runner: None, gitea_url: "http://127.0.0.1:9/".into() }
     }
 

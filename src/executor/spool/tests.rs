@@ -57,7 +57,7 @@ fn tight(memory: usize) -> StoreLimits {
 
 /// One delivery: `answered` is whether the answer of a request that arrived came back.
 fn deliver(spool: &mut Spool, gitea: &mut Gitea, answered: bool) -> Next {
-    let next = spool.next();
+    let next = spool.next_step();
     match &next {
         Next::Log(request) => {
             let ack = gitea.update_log(request);
@@ -164,7 +164,7 @@ proptest! {
         spool.take_rows(said.len() as i64, vec![], no_more);
         if verdict {
             spool.take_state(state(RESULT, said.len() as i64), []);
-            prop_assert!(!matches!(spool.next(), Next::Terminal(_)), "a verdict before the runner's exit");
+            prop_assert!(!matches!(spool.next_step(), Next::Terminal(_)), "a verdict before the runner's exit");
         }
         let end = finish(&mut spool, &mut gitea);
         let ours: Vec<&String> = gitea.rows.iter().skip(offset as usize).collect();
@@ -203,7 +203,7 @@ fn rows_and_steps_are_shifted_and_a_huge_row_is_cut_between_characters() {
     spool.take_rows(0, vec![row(&"ü".repeat(5 << 20))], true);
     spool.take_state(TaskState { steps: vec![StepState { id: 1, ..Default::default() }], ..state(RESULT, 1) }, []);
     let mut gitea = Gitea::with_rows(5);
-    assert_eq!(spool.next(), Next::Wait, "the last row waits for the runner's exit, to carry `no_more`");
+    assert_eq!(spool.next_step(), Next::Wait, "the last row waits for the runner's exit, to carry `no_more`");
     assert!(matches!(finish(&mut spool, &mut gitea), Next::Terminal(_)));
     assert_eq!(gitea.rows[5], "ü".repeat(32 << 10));
     assert!(gitea.sealed && gitea.rows.len() == 6);
