@@ -112,7 +112,7 @@ fn config_yaml(file: &Path, job: &Path) -> anyhow::Result<String> {
         |path: &Path| serde_json::to_string(path.to_str().context("the work folder's path is no UTF-8")?).context("quote path");
     // A `shutdown_timeout` above 0 would let the job run on after SIGTERM for that long. The controller and Gitea bound the job.
     Ok(format!(
-        "log:\n  level: warn\nrunner:\n  file: {}\n  capacity: 1\n  env_file: \"\"\n  timeout: 24h\n  shutdown_timeout: 0s\n  \
+        "log:\n  level: info\nrunner:\n  file: {}\n  capacity: 1\n  env_file: \"\"\n  timeout: 24h\n  shutdown_timeout: 0s\n  \
          fetch_timeout: 5s\n  fetch_interval: 1s\n\
          cache:\n  enabled: false\nhost:\n  workdir_parent: {}\n",
         text(file)?,
