@@ -5,7 +5,7 @@
 //! again from what exists, and may then exceed a capacity that was lowered meanwhile.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, btree_map::Entry},
     fmt,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
@@ -63,9 +63,7 @@ impl Slots {
     /// Counts an environment that exists already, whether or not a slot is free.
     pub fn restore(&self, assignment: AssignmentId) {
         let mut held = self.held();
-        if !held.contains_key(&assignment) {
-            held.insert(assignment, Arc::clone(&self.free).try_acquire_owned().ok());
-        }
+        held.entry(assignment).or_insert_with(|| Arc::clone(&self.free).try_acquire_owned().ok());
     }
 
     /// Frees the assignment's slot. `false`: it had none.
@@ -120,13 +118,16 @@ impl Reservation {
     /// Makes it the slot of this assignment, until `release`.
     pub fn bind(mut self, assignment: AssignmentId) -> Bound {
         let mut held = self.slots.held();
-        if held.contains_key(&assignment) {
-            drop(held);
-            return Bound::Already;
-        }
-        held.insert(assignment, self.permit.take());
+        let bound = match held.entry(assignment) {
+            Entry::Occupied(_) => Bound::Already,
+            Entry::Vacant(place) => {
+                place.insert(self.permit.take());
+                Bound::Held
+            }
+        };
+        // Dropping what is left of `self` takes the lock again.
         drop(held);
-        Bound::Held
+        bound
     }
 }
 

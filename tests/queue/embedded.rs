@@ -7,14 +7,14 @@ use gitea_dynamic_runner::{
     ids::{Lane, TaskId},
     leader::LeaderPass,
     queue::{
-        AssignmentQueue as _, Depth, MAX_SEALED_BYTES, Published, QueueError, QueueHealth, QueuedState, Settled,
+        AssignmentQueue as _, Depth, Published, QueueError, QueueHealth, QueuedState, Settled,
         embedded::{EmbeddedOptions, EmbeddedQueue},
     },
 };
 
 use redb::ReadableTable as _;
 
-use crate::{LONG_LEASE, open, options, quick_folder};
+use crate::{LONG_LEASE, open, options};
 
 const AT_ONCE: Duration = Duration::ZERO;
 
@@ -238,31 +238,6 @@ async fn a_delay_from_another_clock_does_not_put_a_job_off_for_good() {
 
     let again = open(&path).lease(Lane::Pod, AT_ONCE).await.unwrap().unwrap();
     assert_eq!((again.task, again.delivery), (TaskId(1), 2));
-}
-
-#[tokio::test]
-async fn dead_letters_are_bounded_in_number_and_bytes() {
-    let folder = quick_folder();
-    let queue = open(&folder.path().join("queue.redb"));
-    let reject = async |task: i64, sealed: Vec<u8>| {
-        queue.publish(Lane::Refused, TaskId(task), &sealed).await.unwrap();
-        let held = queue.lease(Lane::Refused, AT_ONCE).await.unwrap().unwrap();
-        queue.reject(held, &"x".repeat(100_000)).await.unwrap();
-    };
-    for task in 1..=1003 {
-        reject(task, vec![0; 8]).await;
-    }
-    let dead = queue.dead().await.unwrap();
-    assert_eq!((dead.len(), dead.first().unwrap().task, dead.last().unwrap().task), (1000, TaskId(4), TaskId(1003)));
-    assert!(dead.iter().all(|letter| letter.reason.len() <= 2000));
-
-    // Two of the largest are more than is kept; the newest stays.
-    for task in [2001, 2002] {
-        reject(task, vec![7; MAX_SEALED_BYTES]).await;
-    }
-    let dead = queue.dead().await.unwrap();
-    assert_eq!(dead.len(), 1);
-    assert_eq!((dead[0].task, dead[0].sealed.len()), (TaskId(2002), MAX_SEALED_BYTES));
 }
 
 #[tokio::test]
