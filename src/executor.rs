@@ -221,7 +221,7 @@ async fn run_job(settings: Settings, facade: Facade, stop: Stop, prepared: Prepa
     }
     {
         let mut spool = spool.lock();
-        spool.runner_exited();
+        spool.runner_exited(stop.seen().map(StopCause::told));
         tracing::info!(verdict = spool.has_verdict(), "the runner has exited");
     }
     spool.wake();

@@ -223,7 +223,7 @@ pub fn verdict_of(stop: Stop) -> Verdict {
 fn reason_of(stop: Stop) -> &'static str {
     match stop {
         Stop::Cancelled => "The job was cancelled",
-        Stop::Deadline => "The environment reached its time limit",
+        Stop::Deadline => "The environment reached its time limit (deadline)",
     }
 }
 

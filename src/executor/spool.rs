@@ -173,9 +173,14 @@ impl Spool {
         self.output_keys.iter().cloned().collect()
     }
 
-    /// The runner's process is gone; only now its verdict counts (rule R8).
-    pub fn runner_exited(&mut self) {
+    /// The runner's process is gone; only now its verdict counts (rule R8). `why` says what stopped it, where something did: the
+    /// runner itself writes that the job succeeded. Without a verdict the controller writes its own reason.
+    pub fn runner_exited(&mut self, why: Option<&str>) {
         self.runner_exited = true;
+        if let Some(why) = why.filter(|_| self.terminal.is_some() && !self.dropping) {
+            self.next += 1;
+            self.rows.push(&placeholder(why));
+        }
     }
 
     pub fn has_verdict(&self) -> bool {

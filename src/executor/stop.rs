@@ -20,6 +20,19 @@ pub enum StopCause {
     Gone,
 }
 
+impl StopCause {
+    /// For the end of the job's log.
+    pub fn told(self) -> &'static str {
+        match self {
+            StopCause::Cancelled => "This job was stopped, because it was cancelled.",
+            StopCause::Deadline => "This job was stopped, because its environment reached its time limit (deadline).",
+            StopCause::Shutdown => "This job was stopped, because its environment was asked to end (SIGTERM).",
+            StopCause::EndedByGitea => "This job was stopped, because Gitea had ended it.",
+            StopCause::Gone => "This job was stopped, because Gitea does not have it any more.",
+        }
+    }
+}
+
 #[derive(Clone)]
 pub struct Stop(Arc<watch::Sender<Option<StopCause>>>);
 

@@ -77,7 +77,7 @@ fn deliver(spool: &mut Spool, gitea: &mut Gitea, answered: bool) -> Next {
 }
 
 fn finish(spool: &mut Spool, gitea: &mut Gitea) -> Next {
-    spool.runner_exited();
+    spool.runner_exited(None);
     for _ in 0..100_000 {
         match deliver(spool, gitea, true) {
             end @ (Next::Terminal(_) | Next::NoVerdict) => return end,
@@ -225,7 +225,7 @@ fn requests_stay_small() {
     let outputs = (0..5).map(|n| (format!("o{n}"), "v".repeat(MAX_OUTPUT_VALUE)));
     spool.take_state(state(RESULT, 400), outputs.chain([("k".repeat(256), "v".into())]));
     assert_eq!(spool.output_keys().len(), 6, "the runner is told that all are sent");
-    spool.runner_exited();
+    spool.runner_exited(None);
     let mut gitea = Gitea::default();
     loop {
         match deliver(&mut spool, &mut gitea, true) {
