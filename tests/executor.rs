@@ -129,7 +129,7 @@ fn a_cancel_stops_the_job_within_seconds_and_kills_what_a_step_left() {
     assert_eq!(world.ended().code(), Some(0));
     assert!(asked.elapsed() < Duration::from_secs(12), "{:?}", asked.elapsed());
     assert!(world.terminal().stop_seen, "the facade must know that this success is none");
-    assert_eq!(world.rows(), ["sleeping", "the end"]);
+    assert_eq!(world.rows(), ["sleeping", "the end", "This job was stopped, because it was cancelled."]);
 }
 
 #[test]
