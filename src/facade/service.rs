@@ -256,7 +256,9 @@ impl EnvironmentService for Service {
         ctx: RequestContext,
         _: ServiceRequest<'_, HelloRequest>,
     ) -> ServiceResult<impl Encodable<HelloResponse> + Send + use<>> {
-        Self::claim(&ctx)?;
+        let claim = Self::claim(&ctx)?;
+        tracing::info!(event = "backend_ready", assignment = %claim.assignment, backend = %claim.backend, executor = %claim.name,
+            "environment {} is there", claim.name);
         let server_capabilities = self.facade.server_capabilities.borrow().clone();
         Response::ok(HelloResponse { server_capabilities, ..Default::default() })
     }

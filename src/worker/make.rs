@@ -45,6 +45,9 @@ impl Workshop {
             // Its delivery was not completed before a crash; `reconcile` does it.
             return Made::Later(super::ALREADY_DELAY);
         }
+        if existing.is_none() {
+            tracing::debug!(event = "executor_absent", assignment = %assignment.id, backend = %backend.kind(), "no environment yet");
+        }
         let spec = self.spec(backend, assignment, existing.as_ref());
         // We may die after the environment exists and before it is offered: the next start finds it by its metadata and offers
         // it, because its assignment is still queued.
@@ -70,6 +73,8 @@ impl Workshop {
         }
         tracing::info!(event = "identity_bound", assignment = %assignment.id, backend = %backend.kind(), executor = %environment.name,
             "bound {} to {}", assignment.spiffe_id, environment.name);
+        tracing::info!(event = "backend_pending", assignment = %assignment.id, backend = %backend.kind(), executor = %environment.name,
+            "waiting for {} to take {}", environment.name, assignment.id);
         self.say_made(assignment, &environment).await;
         Made::Offered
     }

@@ -35,6 +35,9 @@ use super::{
 };
 use crate::{ids::EnvironmentName, process::ProcessIdentity};
 
+/// At the deadline a living controller asks the job to stop, and can say why in its log; the bridge hears it within 3 s. Only then
+/// the keeper does, for one that is dead.
+const CONTROLLER_FIRST: Duration = Duration::from_secs(5);
 /// Bytes of the executor's own output that are kept.
 const MAX_LOG: u64 = 1 << 20;
 /// Longest sleep of the loop, so that a wrong clock or a lost wake-up costs little.
@@ -165,7 +168,7 @@ impl Running {
     fn watch_until_end(&mut self, controller: &UnixStream, order: &Order, record: &mut KeeperRecord) -> Result<String> {
         let signals = SignalFd::with_flags(&signals(), SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         let left = state::from_unix_ms(order.deadline_ms).duration_since(SystemTime::now()).unwrap_or_default();
-        let deadline = Instant::now() + left;
+        let deadline = Instant::now() + left + CONTROLLER_FIRST;
         let by_force = deadline + Duration::from_millis(order.grace_ms);
         let (mut stopped, mut word, mut hung_up) = (None, None, false);
         loop {

@@ -9,7 +9,10 @@ use std::{
     os::unix::{fs::PermissionsExt as _, net::UnixStream},
     path::{Path, PathBuf},
     process::Stdio,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, SystemTime},
 };
 
@@ -31,6 +34,8 @@ use crate::{
     process,
 };
 
+/// Whether the warning about shared folders was written already.
+static SAID_SHARED: AtomicBool = AtomicBool::new(false);
 /// A keeper that has not answered by then is left to itself: the environment shows what became of it.
 const START_LIMIT: Duration = Duration::from_secs(10);
 /// Uids that are looked at for a free one.
@@ -162,9 +167,11 @@ impl Maker<'_> {
         for target in SHARED_TMP.map(PathBuf::from).into_iter().filter(|target| target.is_dir()) {
             let covered = real(&target);
             match needed.iter().find(|path| path.starts_with(&covered)) {
+                // The same for every environment of this process, so it is said once.
+                Some(_) if SAID_SHARED.swap(true, Ordering::Relaxed) => {}
                 Some(path) => tracing::warn!(
-                    executor = %spec.name, folder = %target.display(), needed = %path.display(),
-                    "the environment shares this folder with others, because what it needs lies there"
+                    folder = %target.display(), needed = %path.display(),
+                    "environments share this folder, because what they need lies there; put STATE_DIRECTORY elsewhere to give each its own"
                 ),
                 None => binds.push((self.layout.env(&spec.name).join("tmp"), target)),
             }
