@@ -30,6 +30,7 @@ const ROOMS: &[(&str, Layer)] = &[
     ("backoff", Layer::Fact),
     ("claims", Layer::Fact),
     ("environment", Layer::Fact),
+    ("files", Layer::Fact),
     ("ids", Layer::Fact),
     ("names", Layer::Fact),
     ("plan", Layer::Fact),
@@ -50,6 +51,7 @@ const ROOMS: &[(&str, Layer)] = &[
     ("reconcile", Layer::Role),
     ("scheduler", Layer::Role),
     ("slots", Layer::Role),
+    ("waiting", Layer::Role),
     ("worker", Layer::Role),
     ("cli", Layer::Wiring),
     ("config", Layer::Wiring),
@@ -68,6 +70,8 @@ const ALLOWED: &[(&str, &str, &str)] = &[
     ("leader", "queue::embedded", "the open database is the proof of leadership"),
     ("executor", "gitea", "the bridge speaks Gitea's protocol"),
     ("executor", "identity", "the bridge has the environment's identity"),
+    ("reconcile", "slots", "only who sees an environment gone may free its slot, and only who counts them may restore one"),
+    ("waiting", "slots", "who has a slot already does not wait for one"),
     ("worker", "slots", "the worker takes a slot before it leases"),
 ];
 
