@@ -64,11 +64,11 @@ async fn registered(args: Register) -> anyhow::Result<String> {
         );
     }
     let token = read_token(args.token_file.as_deref())?;
+    let rpc = RunnerRpc::to_gitea_through(&proxies, &url, ca_file.as_deref(), None).context("make Gitea client")?;
     prepare(&state).context("prepare the state directory")?;
     files::write_private(&reserved, b"", Durable::Disk).with_context(|| format!("write {}", reserved.display()))?;
     let tools = tools::look(runner_bin.as_deref(), &path).await;
     let capabilities: &[String] = if tools.runner.is_some_and(|r| r.cleans_up()) { &["cancelling".to_owned()] } else { &[] };
-    let rpc = RunnerRpc::to_gitea_through(&proxies, &url, ca_file.as_deref(), None).context("make Gitea client")?;
     let labels = ["self-hosted".to_owned(), "pod".to_owned()];
     let version = format!("gitea-dynamic-runner v{}", env!("CARGO_PKG_VERSION"));
     let runner = match register(&rpc, &token, &name, &version, &labels, capabilities).await {
