@@ -10,6 +10,7 @@ use std::{
 
 use crate::{
     backend::local::{ForkPullRequests, WithoutIsolation},
+    gitea::connect::Proxies,
     ids::{BackendKind, InstanceId},
     secret::Secret,
 };
@@ -202,6 +203,12 @@ impl Config {
             read.fault("RUNNER_FACADE_LISTEN: with local backends alone it must be a loopback address, as 127.0.0.1:8443");
         }
         read.finish(config)
+    }
+
+    /// Towards Gitea; environments get the same variables.
+    pub fn proxies(&self) -> Proxies {
+        let pairs = &self.local.proxy;
+        Proxies::read(&|name| pairs.iter().find(|(known, _)| known == name).map(|(_, value)| value.clone()))
     }
 
     pub fn backends(&self) -> impl Iterator<Item = &BackendConfig> {

@@ -16,7 +16,7 @@ use crate::{
     },
     backoff::Backoff,
     claims::Claims,
-    config::{BackendConfig, Config, LocalSettings, tools::Tools},
+    config::{BackendConfig, Config, GiteaConfig, LocalSettings, tools::Tools},
     facade::Facade,
     gitea::RunnerRpc,
     health::Health,
@@ -30,18 +30,16 @@ use crate::{
     reconcile::{Reconciler, Steps},
     scheduler::{Scheduler, SchedulerStatus},
     slots::Slots,
-    supervise::{EndedEarly, Essential},
+    supervise::EndedEarly,
     waiting::Waiting,
     worker::{self, Target, Workshop},
 };
 
+mod running;
 mod state;
 
-pub(crate) use self::state::write_private;
+use self::running::Running;
 
-/// Ending takes at most this and `SERVE_DRAIN` together, so that systemd's and Kubernetes' patience is never needed.
-const BEGIN_DRAIN: Duration = Duration::from_secs(8);
-const SERVE_DRAIN: Duration = Duration::from_millis(1500);
 const IDENTITY_LIMIT: Duration = Duration::from_secs(30);
 /// Of the facade. An environment has four at most, and there are as many as slots.
 const CONNECTIONS_PER_ENVIRONMENT: usize = 4;
@@ -94,8 +92,9 @@ impl Daemon {
         let keys = state.seal_keys(config.keys.seal.as_deref()).context("read seal key")?;
         let claims = Claims::new(state.capability_key(config.keys.capability.as_deref()).context("read capability key")?);
         let credentials = Some((config.gitea.uuid.as_str(), &config.gitea.token));
+        let GiteaConfig { url, ca_file, .. } = &config.gitea;
         let rpc =
-            RunnerRpc::to_gitea(&config.gitea.url, config.gitea.ca_file.as_deref(), credentials).context("make Gitea client")?;
+            RunnerRpc::to_gitea_through(&config.proxies(), url, ca_file.as_deref(), credentials).context("make Gitea client")?;
         let authority =
             Authority::open(&state.private.join("ca"), &config.identity.trust_domain).context("open certificate authority")?;
         let (metrics, mut backends, mut slots) = (Metrics::new(), HashMap::new(), HashMap::new());
@@ -129,93 +128,32 @@ impl Daemon {
     /// Runs until `stop`, or until an essential task ends. Environments go on after it.
     pub async fn run(self, stop: CancellationToken) -> Result<(), RunError> {
         let Daemon { core, facade_listener, http_listener } = self;
-        let binder = Binder::Embedded(core.authority.clone());
         let (status, scheduler_status) = watch::channel(SchedulerStatus::default());
         let (serving, is_serving) = watch::channel(false);
-        let (capabilities, server_capabilities) = watch::channel(String::new());
-        // `begin`: nothing new is begun. `serve`: no more requests are answered. `begin` comes first.
-        let (begin, serve) = (CancellationToken::new(), CancellationToken::new());
-        let (mut beginning, mut serving_tasks) = (Essential::default(), Essential::default());
+        let mut running = Running::default();
+        let parts = Parts { core: &core, binder: Binder::Embedded(core.authority.clone()), begin: running.begin.clone() };
         let health = Health {
             scheduler: scheduler_status,
             serving: is_serving,
-            stopping: begin.clone(),
+            stopping: running.begin.clone(),
             warnings: core.tools.missing.clone(),
         };
-        let parts = Parts { core: &core, binder: binder.clone(), begin: begin.clone() };
-        let http = parts.http(health);
-        let reconcilers = parts.reconcilers();
-        let workshop = parts.workshop();
-        let scheduler = parts.scheduler(capabilities, status);
-        let waiting = parts.waiting();
-        let facade = parts.facade(server_capabilities);
-        let connections = core.slots.values().map(Slots::capacity).sum::<usize>() * CONNECTIONS_PER_ENVIRONMENT + 16;
-
-        serving_tasks.spawn("http", http::serve(http_listener, http.router(), serve.clone()));
-        let started = async {
-            let identity = own_identity(&core.config, &core.authority).await?;
-            let reconcilers = count_environments(reconcilers, &begin).await;
-            core.claims.counted();
-            anyhow::Ok((identity, reconcilers))
-        };
+        running.serving("http", http::serve(http_listener, parts.http(health).router(), running.serve.clone()));
         let (identity, reconcilers) = tokio::select! {
-            started = started => started.map_err(RunError::Start)?,
+            started = parts.start() => started.map_err(RunError::Start)?,
             () = stop.cancelled() => return Ok(()),
         };
-        let limits = ServeLimits {
-            connections,
-            // Siblings of a matrix have one SPIFFE ID, so all of them may be one peer.
-            connections_per_peer: connections,
-            handshake: Duration::from_secs(10),
-            max_age: Duration::from_secs(3600),
-        };
-        let tls = identity.server_config();
-        serving_tasks.spawn("facade", identity::serve(facade_listener, tls, facade.router(), limits, serve.clone()));
-        for (reconciler, steps) in reconcilers {
-            let name = match reconciler.backend.kind() {
-                BackendKind::Pod => "reconcile/pod",
-                BackendKind::Vm => "reconcile/vm",
-            };
-            beginning.spawn(name, reconciler.run(steps));
-        }
-        for (kind, backend) in &core.backends {
-            let name = match kind {
-                BackendKind::Pod => "worker/pod",
-                BackendKind::Vm => "worker/vm",
-            };
-            if let Some(slots) = core.slots.get(kind) {
-                beginning.spawn(name, worker::worker(workshop.clone(), Arc::clone(backend), slots.clone(), begin.clone()));
-            }
-        }
-        beginning.spawn("worker/refusals", worker::refusals(workshop, begin.clone()));
-        beginning.spawn("leases", worker::extend_leases(Arc::clone(&core.queue), core.leases.clone(), begin.clone()));
-        beginning.spawn("waiting", waiting.run(begin.clone()));
-        beginning.spawn("scheduler", scheduler.run(begin.clone(), core.pass));
+        parts.run_roles(&mut running, facade_listener, &identity, reconcilers, status);
         core.metrics.leader.set(1);
         serving.send_replace(true);
         tracing::info!(version = env!("CARGO_PKG_VERSION"), "controller runs");
-
-        let ended = tokio::select! {
-            () = stop.cancelled() => None,
-            ended = beginning.ended() => Some(ended),
-            ended = serving_tasks.ended() => Some(ended),
-        };
+        let ended = running.watch(&stop).await;
         tracing::info!("stopping: nothing new is begun; running environments go on");
-        begin.cancel();
-        still_running(beginning.drain(BEGIN_DRAIN).await);
-        serve.cancel();
-        core.authority.shutdown().await;
-        still_running(serving_tasks.drain(SERVE_DRAIN).await);
+        running.end(&core.authority).await;
         match ended {
             Some(ended) => Err(ended.into()),
             None => Ok(()),
         }
-    }
-}
-
-fn still_running(names: Vec<&'static str>) {
-    if !names.is_empty() {
-        tracing::warn!(?names, "tasks did not end in time; what they held is found again at the next start");
     }
 }
 
@@ -271,6 +209,63 @@ struct Parts<'a> {
 }
 
 impl Parts<'_> {
+    /// What must be there before anything else runs: our identity, and a count of the environments that exist.
+    async fn start(&self) -> anyhow::Result<(Identity, Vec<(Reconciler, Steps)>)> {
+        let identity = own_identity(&self.core.config, &self.core.authority).await?;
+        let reconcilers = count_environments(self.reconcilers(), &self.begin).await;
+        self.core.claims.counted();
+        Ok((identity, reconcilers))
+    }
+
+    fn run_roles(
+        &self,
+        running: &mut Running,
+        facade_listener: TcpListener,
+        identity: &Identity,
+        reconcilers: Vec<(Reconciler, Steps)>,
+        status: watch::Sender<SchedulerStatus>,
+    ) {
+        let core = self.core;
+        let (capabilities, server_capabilities) = watch::channel(String::new());
+        let router = self.facade(server_capabilities).router();
+        let (tls, limits) = (identity.server_config(), self.facade_limits());
+        running.serving("facade", identity::serve(facade_listener, tls, router, limits, running.serve.clone()));
+        for (reconciler, steps) in reconcilers {
+            let name = match reconciler.backend.kind() {
+                BackendKind::Pod => "reconcile/pod",
+                BackendKind::Vm => "reconcile/vm",
+            };
+            running.beginning(name, reconciler.run(steps));
+        }
+        let workshop = self.workshop();
+        for (kind, backend) in &core.backends {
+            let name = match kind {
+                BackendKind::Pod => "worker/pod",
+                BackendKind::Vm => "worker/vm",
+            };
+            if let Some(slots) = core.slots.get(kind) {
+                let worker = worker::worker(workshop.clone(), Arc::clone(backend), slots.clone(), self.begin.clone());
+                running.beginning(name, worker);
+            }
+        }
+        running.beginning("worker/refusals", worker::refusals(workshop, self.begin.clone()));
+        let leases = worker::extend_leases(Arc::clone(&core.queue), core.leases.clone(), self.begin.clone());
+        running.beginning("leases", leases);
+        running.beginning("waiting", self.waiting().run(self.begin.clone()));
+        running.beginning("scheduler", self.scheduler(capabilities, status).run(self.begin.clone(), core.pass));
+    }
+
+    fn facade_limits(&self) -> ServeLimits {
+        let connections = self.core.slots.values().map(Slots::capacity).sum::<usize>() * CONNECTIONS_PER_ENVIRONMENT + 16;
+        ServeLimits {
+            connections,
+            // Siblings of a matrix have one SPIFFE ID, so all of them may be one peer.
+            connections_per_peer: connections,
+            handshake: Duration::from_secs(10),
+            max_age: Duration::from_secs(3600),
+        }
+    }
+
     fn rules(&self) -> Rules {
         let config = &self.core.config;
         Rules { trust_domain: config.identity.trust_domain.clone(), vm_label: config.vm_label.clone() }

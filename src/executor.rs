@@ -10,7 +10,6 @@ use std::{
 };
 
 use anyhow::Context as _;
-use hyper_util::client::proxy::matcher::Matcher;
 use tokio::{net::TcpListener, process::Child};
 use tokio_util::sync::CancellationToken;
 
@@ -176,7 +175,7 @@ async fn prepare(settings: &Settings, facade: &Facade) -> anyhow::Result<Prepare
     let closing = CancellationToken::new();
     let tls = crate::gitea::tls::towards_gitea(settings.gitea_ca_file.as_deref())?;
     let announced = task.announced.clone();
-    let proxy = Proxy::new(&settings.gitea_url, announced, &address, &tls, &Matcher::from_env(), closing.clone())?;
+    let proxy = Proxy::new(&settings.gitea_url, announced, &address, &tls, &settings.proxies, closing.clone())?;
     Ok(Prepared { task, server_capabilities, program, folders, listener, address, proxy: Arc::new(proxy), closing })
 }
 

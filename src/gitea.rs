@@ -7,18 +7,19 @@ use std::{path::Path, sync::Arc, time::Duration};
 
 use connectrpc::client::{CallOptions, ClientBody, ClientConfig, ServiceTransport, UnaryResponse};
 use http::{HeaderMap, HeaderName, HeaderValue, Uri};
-use hyper_rustls::HttpsConnector;
 use hyper_util::{
-    client::legacy::{Client, connect::HttpConnector},
+    client::legacy::Client,
     rt::{TokioExecutor, TokioTimer},
 };
 
+use self::connect::{Connector, Proxies};
 pub use self::error::{RpcError, RpcFault};
 use crate::{
     proto::{self, runner as wire},
     secret::Secret,
 };
 
+pub mod connect;
 mod error;
 pub mod register;
 pub mod report;
@@ -33,7 +34,7 @@ const FETCH_EXTRA: Duration = Duration::from_secs(10);
 /// UpdateLog of 20 MB took Gitea 2.1 s, and UpdateTask waits for a lock that all jobs of a run share.
 const CALL_LIMIT: Duration = Duration::from_secs(30);
 
-pub type Transport = ServiceTransport<Client<HttpsConnector<HttpConnector>, ClientBody>>;
+pub type Transport = ServiceTransport<Client<Connector, ClientBody>>;
 
 /// One party's way to a RunnerService. Clones share connections.
 #[derive(Clone)]
@@ -66,6 +67,16 @@ pub struct ClientFault(pub String);
 impl RunnerRpc {
     /// To Gitea itself: `url` is its ROOT_URL, `ca_file` an extra PEM bundle, `credentials` the runner's UUID and token.
     pub fn to_gitea(url: &str, ca_file: Option<&Path>, credentials: Option<(&str, &Secret)>) -> Result<Self, ClientFault> {
+        Self::to_gitea_through(&Proxies::none(), url, ca_file, credentials)
+    }
+
+    /// As [`Self::to_gitea`], through the proxy that `proxies` name for `url`, if any.
+    pub fn to_gitea_through(
+        proxies: &Proxies,
+        url: &str,
+        ca_file: Option<&Path>,
+        credentials: Option<(&str, &Secret)>,
+    ) -> Result<Self, ClientFault> {
         let mut headers = HeaderMap::new();
         if let Some((uuid, token)) = credentials {
             headers.insert("x-runner-uuid", header_value("GITEA_RUNNER_UUID", uuid)?);
@@ -73,31 +84,31 @@ impl RunnerRpc {
             token.set_sensitive(true);
             headers.insert("x-runner-token", token);
         }
-        Self::over_tls(url, tls::towards_gitea(ca_file)?, headers)
+        let tls = tls::towards_gitea(ca_file)?;
+        Self::connecting(proxies, url, &tls, headers)
     }
 
-    /// To anyone who speaks the protocol below `<url>/api/actions`, with these headers on every request.
+    /// To anyone who speaks the protocol below `<url>/api/actions`, with these headers on every request. Always direct.
     pub fn over_tls(url: &str, tls: Arc<rustls::ClientConfig>, headers: HeaderMap) -> Result<Self, ClientFault> {
-        let mut tcp = HttpConnector::new();
-        tcp.enforce_http(false);
-        tcp.set_nodelay(true);
-        tcp.set_connect_timeout(Some(Duration::from_secs(10)));
-        let https = hyper_rustls::HttpsConnectorBuilder::new()
-            .with_tls_config(Arc::unwrap_or_clone(tls))
-            .https_or_http()
-            .enable_http1()
-            .wrap_connector(tcp);
-        let transport = ServiceTransport::new(
-            Client::builder(TokioExecutor::new())
-                .pool_timer(TokioTimer::new())
-                .pool_idle_timeout(Duration::from_secs(30))
-                .build::<_, ClientBody>(https),
-        );
+        Self::connecting(&Proxies::none(), url, &tls, headers)
+    }
+
+    fn connecting(proxies: &Proxies, url: &str, tls: &rustls::ClientConfig, mut headers: HeaderMap) -> Result<Self, ClientFault> {
         let base = format!("{}/api/actions", url.trim_end_matches('/'));
         let base: Uri = base.parse().map_err(|e| ClientFault(format!("{url:?} is no URL: {e}")))?;
         if !matches!(base.scheme_str(), Some("http" | "https")) || base.host().is_none() {
             return Err(ClientFault(format!("{url:?} is no http:// or https:// URL")));
         }
+        let (connector, proxy_authorization) = Connector::new(&base, tls, proxies);
+        if let Some(authorization) = proxy_authorization {
+            headers.insert(http::header::PROXY_AUTHORIZATION, authorization);
+        }
+        let transport = ServiceTransport::new(
+            Client::builder(TokioExecutor::new())
+                .pool_timer(TokioTimer::new())
+                .pool_idle_timeout(Duration::from_secs(30))
+                .build::<_, ClientBody>(connector),
+        );
         let config = ClientConfig::new(base)
             .with_default_max_message_size(MAX_ANSWER_BYTES)
             .with_default_element_memory_limit(4 * MAX_ANSWER_BYTES)

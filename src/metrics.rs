@@ -173,25 +173,25 @@ impl Metrics {
     /// All label combinations exist from the start, so that rates and alerts work on the first event.
     fn initialise(&self) {
         for result in ["task", "empty", "throttled", "error", "unregistered"] {
-            let _ = self.fetch_requests.get_or_create(&ResultLabel { result });
+            drop(self.fetch_requests.get_or_create(&ResultLabel { result }));
         }
         for lane in Lane::ALL {
             let lane = lane.as_str();
-            let _ = self.assignments.get_or_create(&LaneLabel { lane });
+            drop(self.assignments.get_or_create(&LaneLabel { lane }));
             for state in ["ready", "delayed", "leased"] {
-                let _ = self.queue_depth.get_or_create(&LaneState { lane, state });
+                drop(self.queue_depth.get_or_create(&LaneState { lane, state }));
             }
         }
         for backend in BackendKind::ALL.map(BackendKind::as_str) {
             for outcome in ["success", "failure", "cancelled", "skipped"] {
-                let _ = self.jobs_completed.get_or_create(&BackendOutcome { backend, outcome });
+                drop(self.jobs_completed.get_or_create(&BackendOutcome { backend, outcome }));
             }
-            for reason in ["lost", "create", "no_start", "deadline"] {
-                let _ = self.infra_failures.get_or_create(&BackendReason { backend, reason });
+            for reason in ["lost", "create", "no_start"] {
+                drop(self.infra_failures.get_or_create(&BackendReason { backend, reason }));
             }
         }
         for reason in ["not_yet", "identity", "capability", "assignment", "revoked", "terminal", "task", "rate"] {
-            let _ = self.facade_denied.get_or_create(&ReasonLabel { reason });
+            drop(self.facade_denied.get_or_create(&ReasonLabel { reason }));
         }
     }
 

@@ -33,6 +33,10 @@ pub mod env {
     /// Optional ones, given where the controller has them.
     pub const GITEA_CA_FILE: &str = "GITEA_CA_FILE";
     pub const RUNNER_BIN: &str = "RUNNER_BIN";
+    /// In both spellings that are in use, the one that counts first.
+    pub const HTTP_PROXY: [&str; 2] = ["HTTP_PROXY", "http_proxy"];
+    pub const HTTPS_PROXY: [&str; 2] = ["HTTPS_PROXY", "https_proxy"];
+    pub const NO_PROXY: [&str; 2] = ["NO_PROXY", "no_proxy"];
     /// Where the executor may write (spool, the runner's folder); its working directory if unset.
     pub const WORK_DIRECTORY: &str = "CI_WORK_DIRECTORY";
 }

@@ -216,7 +216,7 @@ fn group_7_callers_are_told_and_no_or_many_jobs_refused() {
     for none in ["jobs: {}", "jobs: null", "jobs:", "name: x", "", "---\n", "# only a comment", "null"] {
         is_refused(none, "no job");
     }
-    is(&"jobs: {a: null}", "a", &[], 0);
+    is("jobs: {a: null}", "a", &[], 0);
     is_refused("jobs: {a: {runs-on: vm}, b: {runs-on: vm}}", "2 jobs");
     is_refused("jobs: {a: {runs-on: vm}, b: 5, c: {steps: 3}}", "3 jobs");
     is_refused("jobs: {a: {runs-on: vm}, a: {runs-on: pod}}", "2 jobs");

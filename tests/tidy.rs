@@ -1,4 +1,5 @@
-//! House rules that a program can check: who may use whom, how long files and functions are, head comments, paths of one machine.
+//! House rules that a program can check: who may use whom, how long files and functions are, head comments, paths of one machine,
+//! and that settings, metrics and failure windows stand in the documents as they are.
 //!
 //! It reads the sources as text and knows only the rooms that `ROOMS` names: a new room must be put into a layer there. What a
 //! room does not have yet is no fault.
@@ -9,6 +10,8 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
 };
+
+use gitea_dynamic_runner::{config::VARIABLES, metrics::Metrics, names::env};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Layer {
@@ -30,6 +33,7 @@ const ROOMS: &[(&str, Layer)] = &[
     ("backoff", Layer::Fact),
     ("claims", Layer::Fact),
     ("environment", Layer::Fact),
+    ("files", Layer::Fact),
     ("ids", Layer::Fact),
     ("names", Layer::Fact),
     ("plan", Layer::Fact),
@@ -50,6 +54,7 @@ const ROOMS: &[(&str, Layer)] = &[
     ("reconcile", Layer::Role),
     ("scheduler", Layer::Role),
     ("slots", Layer::Role),
+    ("waiting", Layer::Role),
     ("worker", Layer::Role),
     ("cli", Layer::Wiring),
     ("config", Layer::Wiring),
@@ -68,6 +73,8 @@ const ALLOWED: &[(&str, &str, &str)] = &[
     ("leader", "queue::embedded", "the open database is the proof of leadership"),
     ("executor", "gitea", "the bridge speaks Gitea's protocol"),
     ("executor", "identity", "the bridge has the environment's identity"),
+    ("reconcile", "slots", "only who sees an environment gone may free its slot, and only who counts them may restore one"),
+    ("waiting", "slots", "who has a slot already does not wait for one"),
     ("worker", "slots", "the worker takes a slot before it leases"),
 ];
 
@@ -352,23 +359,81 @@ fn variables_in(text: &str) -> BTreeSet<String> {
     quoted.filter(is_variable).map(str::to_owned).collect()
 }
 
+/// The names in backquotes of a page's table rows, first column; `cells` of those rows must not be empty.
+fn table_names(page: &str, cells: usize) -> BTreeSet<String> {
+    let rows = page.lines().filter(|line| line.starts_with("| `"));
+    let whole = rows.filter(|row| row.split('|').skip(1).take(cells).filter(|cell| !cell.trim().is_empty()).count() == cells);
+    let first = whole.filter_map(|row| row.split('|').nth(1));
+    first.flat_map(|cell| cell.split('`').skip(1).step_by(2)).map(str::to_owned).collect()
+}
+
+fn page(path: &str) -> String {
+    std::fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
+/// Read from the environment, but by others, too, or to say that the version that uses it is a later one.
+const NO_SETTINGS: [&str; 3] = ["SPIRE", "NATS_URL", "OPENSANDBOX_API"];
+
 #[test]
-fn every_setting_that_is_read_is_in_the_readme() {
-    let readme = std::fs::read_to_string(root().join("README.md")).unwrap();
+fn every_setting_that_is_read_is_in_the_readme_with_its_default() {
+    let explained = table_names(&page("README.md"), 3);
     let settings = sources().into_iter().filter(|source| source.room == "config");
-    let missing =
-        settings.flat_map(|source| variables_in(source.product())).filter(|name| !readme.contains(&format!("`{name}`")));
-    assert_none(&missing.map(|name| format!("README.md does not explain `{name}`, which src/config reads")).collect::<Vec<_>>());
+    let read: BTreeSet<String> = settings.flat_map(|source| variables_in(source.product())).collect();
+    let listed = VARIABLES.map(str::to_owned);
+    let proxies = [env::HTTP_PROXY, env::HTTPS_PROXY, env::NO_PROXY].map(|[first, _]| first.to_owned());
+    let wanted = read.into_iter().filter(|name| !NO_SETTINGS.contains(&name.as_str())).chain(listed).chain(proxies);
+    let missing: BTreeSet<String> = wanted.filter(|name| !explained.contains(name)).collect();
+    assert_none(&missing.iter().map(|name| format!("README.md: no row explains `{name}` and its default")).collect::<Vec<_>>());
+    let prefixes = ["HTTP", "GITEA_", "POD_", "VM_", "RUNNER_", "LOCAL_", "READ_", "ADMIN_", "SEAL_", "SPIFFE_", "NATS_"];
+    let known = |name: &&String| VARIABLES.contains(&name.as_str()) || ["HTTP_PROXY", "HTTPS_PROXY"].contains(&name.as_str());
+    let unread = explained.iter().filter(|name| prefixes.iter().any(|p| name.starts_with(p))).filter(|name| !known(name));
+    assert_none(&unread.map(|name| format!("README.md explains `{name}`, which nothing reads")).collect::<Vec<_>>());
 }
 
 #[test]
-fn the_failure_windows_name_only_tests_that_exist() {
-    let windows = std::fs::read_to_string(root().join("docs/failure-windows.md")).unwrap();
+fn every_metric_is_documented_and_every_documented_one_exists() {
+    let documented = table_names(&page("docs/METRICS.md"), 1);
+    // Families without a series are not in the text, so the registrations are read: `register("name"` and `register_with_unit("name"`.
+    let source = page("src/metrics.rs");
+    let named = |call: &str, unit: &str| {
+        let names = source.split(call).skip(1).filter_map(|rest| rest.split('"').next());
+        names.map(|name| format!("{name}{unit}")).collect::<Vec<_>>()
+    };
+    let exist = [named("r.register(\"", ""), named("r.register_with_unit(\"", "_seconds")].concat();
+    assert!(exist.len() > 20 && exist.contains(&"fetch_duration_seconds".to_owned()), "{exist:?}");
+    let shown = |name: &String| ["", "_total", "_info"].map(|suffix| format!("{name}{suffix}"));
+    let undocumented = exist.iter().filter(|name| !shown(name).iter().any(|shown| documented.contains(shown)));
+    let undocumented = undocumented.map(|name| format!("docs/METRICS.md does not explain {name}"));
+    let invented = documented.iter().filter(|name| !exist.iter().any(|known| shown(known).contains(name)));
+    let invented = invented.map(|name| format!("docs/METRICS.md explains {name}, which does not exist"));
+    assert_none(&undocumented.chain(invented).collect::<Vec<_>>());
+    let text = Metrics::new().text();
+    let types = text.lines().filter_map(|line| line.strip_prefix("# TYPE gitea_dynamic_runner_")?.strip_suffix(" counter"));
+    let bare = types.filter(|name| !documented.contains(&format!("{name}_total")));
+    assert_none(&bare.map(|name| format!("docs/METRICS.md: {name} is a counter, so it ends in _total")).collect::<Vec<_>>());
+}
+
+#[test]
+fn every_failure_window_names_a_test_that_exists_or_says_why_there_is_none() {
     let tests = files_under(&root().join("tests")).into_iter().chain(files_under(&root().join("src")));
     let tests: String = tests.filter_map(|file| std::fs::read_to_string(file).ok()).collect();
-    let named = windows.split('`').skip(1).step_by(2).filter_map(|word| word.strip_prefix("test "));
-    let missing = named.filter(|name| !tests.contains(&format!("fn {name}(")));
-    assert_none(
-        &missing.map(|name| format!("docs/failure-windows.md names the test {name}, which does not exist")).collect::<Vec<_>>(),
-    );
+    let mut faults = Vec::new();
+    for row in page("docs/failure-windows.md").lines().filter(|line| line.starts_with("| ") && !line.starts_with("| rule |")) {
+        let cells: Vec<&str> = row.trim_matches('|').split('|').map(str::trim).collect();
+        let [_, gap, left, repair, shown] = cells[..] else {
+            faults.push(format!("five cells are wanted: {row}"));
+            continue;
+        };
+        if [gap, left, repair].contains(&"") {
+            faults.push(format!("an empty cell: {row}"));
+        }
+        let named: Vec<&str> = shown.split('`').skip(1).step_by(2).filter_map(|word| word.strip_prefix("test ")).collect();
+        faults.extend(
+            named.iter().filter(|n| !tests.contains(&format!("fn {n}("))).map(|n| format!("the test {n} does not exist: {gap}")),
+        );
+        if named.is_empty() && !shown.strip_prefix("none: ").is_some_and(|why| why.len() > 10) {
+            faults.push(format!("names no test, and not why there is none (`none: …`): {gap}"));
+        }
+    }
+    assert_none(&faults);
 }

@@ -12,7 +12,8 @@ use clap::Args;
 
 use crate::{
     config::{self, CREDENTIALS_FILE, Faults, Reader, StoredCredentials, tools},
-    gitea::register::register,
+    files::{self, Durable},
+    gitea::{RunnerRpc, connect::Proxies, register::register},
     secret::Secret,
 };
 
@@ -43,6 +44,7 @@ async fn registered(args: Register) -> anyhow::Result<String> {
     let (url, ca_file, state) = (read.url("GITEA_URL"), read.file("GITEA_CA_FILE"), read.state_directory());
     let (path, runner_bin) = (read.or("PATH", ""), read.optional("RUNNER_BIN").map(PathBuf::from));
     let name = args.name.or_else(|| read.optional("HOSTNAME")).unwrap_or_else(host_name);
+    let proxies = Proxies::read(&|name| read.optional(name));
     read.finish(())?;
     let file = state.join(CREDENTIALS_FILE);
     if file.exists() {
@@ -61,20 +63,15 @@ async fn registered(args: Register) -> anyhow::Result<String> {
             reserved.display()
         );
     }
-    let token = Secret::new(match &args.token_file {
-        Some(path) => fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?,
-        None => super::read_stdin()?,
-    });
-    if token.expose().trim().is_empty() {
-        bail!("the registration token is empty: give it with --token-file, or on standard input");
-    }
+    let token = read_token(args.token_file.as_deref())?;
+    let rpc = RunnerRpc::to_gitea_through(&proxies, &url, ca_file.as_deref(), None).context("make Gitea client")?;
     prepare(&state).context("prepare the state directory")?;
-    crate::daemon::write_private(&reserved, b"")?;
+    files::write_private(&reserved, b"", Durable::Disk).with_context(|| format!("write {}", reserved.display()))?;
     let tools = tools::look(runner_bin.as_deref(), &path).await;
     let capabilities: &[String] = if tools.runner.is_some_and(|r| r.cleans_up()) { &["cancelling".to_owned()] } else { &[] };
     let labels = ["self-hosted".to_owned(), "pod".to_owned()];
     let version = format!("gitea-dynamic-runner v{}", env!("CARGO_PKG_VERSION"));
-    let runner = match register(&url, ca_file.as_deref(), &token, &name, &version, &labels, capabilities).await {
+    let runner = match register(&rpc, &token, &name, &version, &labels, capabilities).await {
         Ok(runner) => runner,
         Err(e) => {
             // Gitea refused: nothing was made. On a lost answer there may be a runner nobody knows; the text says so.
@@ -92,10 +89,22 @@ async fn registered(args: Register) -> anyhow::Result<String> {
         token: runner.token.expose().to_owned(),
         name: runner.name,
     };
-    crate::daemon::write_private(&file, &serde_json::to_vec_pretty(&stored)?)?;
+    files::write_private(&file, &serde_json::to_vec_pretty(&stored)?, Durable::Disk)
+        .with_context(|| format!("write {}", file.display()))?;
     fs::remove_file(&reserved).context("remove the reservation")?;
     give_to_owner(&state, &[file.as_path()])?;
     Ok(format!("Registered at {url} as {name} (id {}). Kept in {}.", stored.id, file.display()))
+}
+
+fn read_token(file: Option<&Path>) -> anyhow::Result<Secret> {
+    let token = Secret::new(match file {
+        Some(path) => fs::read_to_string(path).with_context(|| format!("read {}", path.display()))?,
+        None => super::read_stdin()?,
+    });
+    if token.expose().trim().is_empty() {
+        bail!("the registration token is empty: give it with --token-file, or on standard input");
+    }
+    Ok(token)
 }
 
 fn prepare(state: &Path) -> anyhow::Result<()> {

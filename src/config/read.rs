@@ -10,7 +10,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::Faults;
-use crate::secret::Secret;
+use crate::{names::env, secret::Secret};
 
 /// The process's environment; a value that is no UTF-8 is read as if it were cut at the first bad byte, and fails its own check.
 pub fn process_environment() -> BTreeMap<String, String> {
@@ -170,7 +170,7 @@ impl Reader {
 
     /// The proxy variables in both spellings; they apply only towards Gitea.
     pub fn proxy(&self) -> Vec<(String, String)> {
-        let names = ["HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"];
-        names.iter().filter_map(|name| Some(((*name).to_owned(), self.optional(name)?))).collect()
+        let names = [env::HTTP_PROXY, env::HTTPS_PROXY, env::NO_PROXY];
+        names.iter().flatten().filter_map(|name| Some(((*name).to_owned(), self.optional(name)?))).collect()
     }
 }

@@ -1,15 +1,19 @@
 //! The state directory: who may read it, and the keys that are made once and kept there.
 
 use std::{
-    fs::{self, OpenOptions, Permissions},
-    io::Write as _,
-    os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
 };
 
 use anyhow::Context as _;
 
-use crate::{assignment::seal::SealKeys, claims::CapabilityKey, secret::Secret};
+use crate::{
+    assignment::seal::SealKeys,
+    claims::CapabilityKey,
+    files::{self, Durable},
+    secret::Secret,
+};
 
 pub(super) struct StateDirectory {
     pub(super) private: PathBuf,
@@ -46,25 +50,11 @@ impl StateDirectory {
             Ok(text) => Ok(Secret::new(text)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound && file.is_none() => {
                 let key = Secret::random();
-                write_private(&own, format!("{}\n", key.expose()).as_bytes())?;
+                files::write_private(&own, format!("{}\n", key.expose()).as_bytes(), Durable::Disk)
+                    .with_context(|| format!("write {}", own.display()))?;
                 Ok(key)
             }
             Err(e) => Err(e).with_context(|| format!("read {}", path.display())),
         }
     }
-}
-
-/// Writes a file that only we may read, whole or not at all.
-pub(crate) fn write_private(path: &Path, content: &[u8]) -> anyhow::Result<()> {
-    let fresh = path.with_extension("new");
-    // Left behind by a crash; it was never the file itself.
-    let _ = fs::remove_file(&fresh);
-    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&fresh)?;
-    file.write_all(content)?;
-    file.sync_all()?;
-    fs::rename(&fresh, path).with_context(|| format!("write {}", path.display()))?;
-    if let Some(folder) = path.parent() {
-        fs::File::open(folder)?.sync_all()?;
-    }
-    Ok(())
 }

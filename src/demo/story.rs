@@ -4,7 +4,6 @@
 //! own and leaves nothing behind.
 
 use std::{
-    fmt::Write as _,
     os::unix::fs::PermissionsExt as _,
     path::{Path, PathBuf},
     process::ExitCode,
@@ -202,7 +201,7 @@ fn show(forge: &Forge, act: &mut Act, began: Instant) {
         let status = format!("{:?}", job.status);
         let mut line = format!("{:6.1} s  {:>9}  {status:10}  {}", began.elapsed().as_secs_f64(), job.key, act.what);
         if job.status.is_final() && job.status != act.end {
-            let _ = write!(line, "  (expected {:?})", act.end);
+            line.push_str(&format!("  (expected {:?})", act.end));
         }
         say(&line);
     }

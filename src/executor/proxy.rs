@@ -10,15 +10,15 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode, Ur
 use http_body_util::{BodyExt as _, Full, combinators::UnsyncBoxBody};
 use hyper::body::Incoming;
 use hyper_util::{
-    client::{legacy::Client, proxy::matcher::Matcher},
+    client::legacy::Client,
     rt::{TokioExecutor, TokioIo, TokioTimer},
 };
 use tokio_util::{sync::CancellationToken, task::TaskTracker};
 
-use self::connect::Connector;
-use crate::gitea::ClientFault;
-
-mod connect;
+use crate::gitea::{
+    ClientFault,
+    connect::{Connector, Proxies},
+};
 
 pub(super) type BoxError = Box<dyn std::error::Error + Send + Sync>;
 /// What the bridge answers with.
@@ -91,7 +91,7 @@ impl Proxy {
         announced: Option<Origin>,
         bridge: &str,
         tls: &rustls::ClientConfig,
-        proxies: &Matcher,
+        proxies: &Proxies,
         closing: CancellationToken,
     ) -> Result<Self, ClientFault> {
         let origin =

@@ -5,7 +5,7 @@
 
 use std::{
     fs, io,
-    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _},
+    os::unix::fs::DirBuilderExt as _,
     path::{Path, PathBuf},
     process::{ExitStatus, Stdio},
     time::Duration,
@@ -26,6 +26,7 @@ use super::{
     processes,
     stop::{Stop, StopCause},
 };
+use crate::files::{self, Durable};
 
 /// `--version` of a healthy runner answers in milliseconds.
 const VERSION_LIMIT: Duration = Duration::from_secs(20);
@@ -100,9 +101,10 @@ pub(super) fn write_files(
         "ephemeral": false,
     });
     let file = folders.runner.join(".runner");
-    write_private(&file, &serde_json::to_string(&registration)?)?;
+    files::write_private(&file, &serde_json::to_vec(&registration)?, Durable::Boot).context("write .runner")?;
     let config = folders.runner.join("config.yaml");
-    write_private(&config, &config_yaml(&file, &folders.job)?)?;
+    files::write_private(&config, config_yaml(&file, &folders.job)?.as_bytes(), Durable::Boot)
+        .context("write the runner's settings")?;
     Ok(config)
 }
 
@@ -212,18 +214,6 @@ fn clean(program: &Path, environment: &[(String, String)]) -> Command {
     let mut command = Command::new(program);
     command.env_clear().envs(environment.iter().map(|(name, value)| (name, value)));
     command
-}
-
-fn write_private(path: &Path, text: &str) -> anyhow::Result<()> {
-    use io::Write as _;
-    fs::OpenOptions::new()
-        .write(true)
-        .create(true)
-        .truncate(true)
-        .mode(0o600)
-        .open(path)
-        .and_then(|mut file| file.write_all(text.as_bytes()))
-        .with_context(|| format!("write {}", path.display()))
 }
 
 fn which(name: &str) -> Option<PathBuf> {

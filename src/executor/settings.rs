@@ -6,12 +6,10 @@ use std::path::PathBuf;
 
 use anyhow::Context as _;
 
-use crate::{ids::AssignmentId, names::env, secret::Secret};
+use crate::{gitea::connect::Proxies, ids::AssignmentId, names::env, secret::Secret};
 
 /// What the runner inherits, if we have it.
 const INHERITED: [&str; 5] = ["PATH", "HOME", "TMPDIR", "LANG", env::SPIFFE_ENDPOINT_SOCKET];
-const PROXIES: [&str; 4] = ["HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"];
-const NO_PROXY: [&str; 2] = ["NO_PROXY", "no_proxy"];
 /// The bridge is here; a step that sent its clone to a proxy would not find it.
 const LOOPBACK: &str = "127.0.0.1,localhost";
 
@@ -25,6 +23,8 @@ pub struct Settings {
     pub facade_spiffe_id: String,
     pub gitea_url: String,
     pub gitea_ca_file: Option<PathBuf>,
+    /// Towards Gitea only.
+    pub proxies: Proxies,
     /// `unix:///…`
     pub workload_api: String,
     /// Path, or name in PATH, of the official runner.
@@ -55,6 +55,7 @@ impl Settings {
             facade_spiffe_id: need(env::FACADE_SPIFFE_ID)?,
             gitea_url: need(env::GITEA_URL)?,
             gitea_ca_file: get(env::GITEA_CA_FILE).map(PathBuf::from),
+            proxies: Proxies::read(&get),
             workload_api: need(env::SPIFFE_ENDPOINT_SOCKET)?,
             runner: get(env::RUNNER_BIN).unwrap_or_else(|| "gitea-runner".to_owned()),
             work,
@@ -65,11 +66,13 @@ impl Settings {
 }
 
 fn job_environment(get: &dyn Fn(&str) -> Option<String>, spiffe_id: &str) -> Vec<(String, String)> {
-    let mut job: Vec<(String, String)> =
-        INHERITED.iter().chain(&PROXIES).filter_map(|name| Some(((*name).to_owned(), get(name)?))).collect();
-    if job.iter().any(|(name, _)| PROXIES.contains(&name.as_str())) {
-        let more = NO_PROXY.iter().find_map(|name| get(name)).map_or_else(String::new, |names| format!(",{names}"));
-        job.extend(NO_PROXY.map(|name| (name.to_owned(), format!("{LOOPBACK}{more}"))));
+    let given = |name: &&str| Some(((*name).to_owned(), get(name)?));
+    let mut job: Vec<(String, String)> = INHERITED.iter().filter_map(given).collect();
+    let own = job.len();
+    job.extend(env::HTTP_PROXY.iter().chain(&env::HTTPS_PROXY).filter_map(given));
+    if job.len() > own {
+        let more = env::NO_PROXY.iter().find_map(|name| get(name)).map_or_else(String::new, |names| format!(",{names}"));
+        job.extend(env::NO_PROXY.map(|name| (name.to_owned(), format!("{LOOPBACK}{more}"))));
     }
     job.push((env::SPIFFE_ID.to_owned(), spiffe_id.to_owned()));
     job

@@ -2,11 +2,11 @@
 //!
 //! Whether to register at all, and where the answer is kept, is for the command line.
 
-use std::{path::Path, time::Duration};
+use std::time::Duration;
 
 use connectrpc::{Spec, StreamType, client::CallOptions};
 
-use super::{ClientFault, RpcError, RunnerRpc};
+use super::{RpcError, RunnerRpc};
 use crate::{
     proto::runner::{__buffa::view::RegisterResponseView, RegisterRequest},
     secret::Secret,
@@ -26,24 +26,21 @@ pub struct Registration {
 #[derive(Debug, thiserror::Error)]
 pub enum RegisterError {
     #[error(transparent)]
-    Client(#[from] ClientFault),
-    #[error(transparent)]
     Rpc(#[from] RpcError),
     #[error("Gitea answered without a runner")]
     Empty,
 }
 
-/// Registers a runner that is not ephemeral. `labels` are bare names.
+/// Registers a runner that is not ephemeral. `rpc` needs no credentials; `labels` are bare names.
 pub async fn register(
-    url: &str,
-    ca_file: Option<&Path>,
+    rpc: &RunnerRpc,
     registration_token: &Secret,
     name: &str,
     version: &str,
     labels: &[String],
     capabilities: &[String],
 ) -> Result<Registration, RegisterError> {
-    let (transport, config) = RunnerRpc::to_gitea(url, ca_file, None)?.parts();
+    let (transport, config) = rpc.parts();
     let request = RegisterRequest {
         name: name.into(),
         token: registration_token.expose().trim().into(),

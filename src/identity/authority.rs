@@ -18,7 +18,7 @@ use tokio::{net::UnixListener, sync::Mutex, task::JoinHandle, time::timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::IdentityError;
-use crate::spiffe_name::MAX_TRUST_DOMAIN;
+use crate::{files, spiffe_name::MAX_TRUST_DOMAIN};
 
 mod ca;
 mod workload_api;
@@ -226,11 +226,7 @@ fn publish(socket: &Path, peer_uid: Option<u32>) -> Result<UnixListener, Identit
     let failed = |what: &str, e: io::Error| config(format!("{what} {}: {e}", socket.display()));
     folder_is_ours(socket, peer_uid)?;
     // A crash between bind and rename leaves this name; the next one that wants it takes it away.
-    if let Err(e) = fs::remove_file(&beside)
-        && e.kind() != io::ErrorKind::NotFound
-    {
-        return Err(failed("clear the way for", e));
-    }
+    files::remove(&beside).map_err(|e| failed("clear the way for", e))?;
     let listener = UnixListener::bind(&beside).map_err(|e| failed("bind", e))?;
     let mode = if peer_uid.is_some() { 0o666 } else { 0o600 };
     fs::set_permissions(&beside, fs::Permissions::from_mode(mode)).map_err(|e| failed("set the mode of", e))?;

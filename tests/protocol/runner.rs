@@ -30,7 +30,10 @@ impl Runner {
     pub(crate) async fn new(forge: &dyn ForgeUnderTest, capabilities: &[&str]) -> Self {
         let (label, secret) = (name(), Secret::new(forge.registration_token()));
         let labels = [label.clone()];
-        let made = register::register(&forge.url(), None, &secret, &label, "test", &labels, &[]).await.unwrap();
+        let made =
+            register::register(&RunnerRpc::to_gitea(&forge.url(), None, None).unwrap(), &secret, &label, "test", &labels, &[])
+                .await
+                .unwrap();
         let rpc = RunnerRpc::to_gitea(&forge.url(), None, Some((&made.uuid, &made.token))).unwrap();
         let runner = Self { rpc, id: made.id, uuid: made.uuid, token: made.token, label };
         runner.declare(&[&runner.label], capabilities).await;

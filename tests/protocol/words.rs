@@ -74,12 +74,25 @@ pub(crate) async fn register_makes_a_runner_each_time_or_says_why_not(forge: &dy
         ("", "name", "missing runner token, name"),
         (&*good, "", "missing runner token, name"),
     ] {
-        let error = register::register(&forge.url(), None, &Secret::new(token), runner, "test", &[], &[]).await.unwrap_err();
+        let error = register::register(
+            &RunnerRpc::to_gitea(&forge.url(), None, None).unwrap(),
+            &Secret::new(token),
+            runner,
+            "test",
+            &[],
+            &[],
+        )
+        .await
+        .unwrap_err();
         assert_eq!(error.to_string(), format!("unknown: {words}"));
     }
     let (token, name) = (Secret::new(good), name());
-    let first = register::register(&forge.url(), None, &token, &name, "test", &[], &[]).await.unwrap();
-    let second = register::register(&forge.url(), None, &token, &name, "test", &[], &[]).await.unwrap();
+    let first = register::register(&RunnerRpc::to_gitea(&forge.url(), None, None).unwrap(), &token, &name, "test", &[], &[])
+        .await
+        .unwrap();
+    let second = register::register(&RunnerRpc::to_gitea(&forge.url(), None, None).unwrap(), &token, &name, "test", &[], &[])
+        .await
+        .unwrap();
     assert_ne!(first.uuid, second.uuid);
     assert_ne!(first.token.expose(), second.token.expose());
     assert_ne!(first.id, second.id);

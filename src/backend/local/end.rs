@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     backend::Gone,
+    files,
     ids::EnvironmentName,
     process::{self, ProcessIdentity, Send},
 };
@@ -52,7 +53,7 @@ pub(super) fn end(layout: &Layout, name: &EnvironmentName, claimed: bool) -> io:
     prune_logs(&layout.logs())?;
     layout.remove_records(name)?;
     // A crash before this line may bring the record back: then it names an environment of which nothing is left, and ends once more.
-    state::sync_parent(&layout.record(name))?;
+    files::sync_folder_of(&layout.record(name))?;
     Ok(Gone::Gone)
 }
 

@@ -6,7 +6,7 @@
 use std::{
     collections::BTreeMap,
     fs::{self, File, OpenOptions},
-    io::{self, Write as _},
+    io,
     os::unix::fs::{OpenOptionsExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     time::{Duration, SystemTime, UNIX_EPOCH},
@@ -16,7 +16,8 @@ use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::cgroup::CgroupDir;
-use crate::{ids::EnvironmentName, process::ProcessIdentity};
+pub(super) use crate::files::Durable;
+use crate::{files, ids::EnvironmentName, process::ProcessIdentity};
 
 /// The form of [`Record`]; a newer one is refused, not guessed at.
 pub(super) const RECORD_VERSION: u8 = 1;
@@ -56,14 +57,6 @@ pub(super) struct KeeperRecord {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Status {
     pub(super) text: String,
-}
-
-/// Whether a file must outlive a power cut.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Durable {
-    Disk,
-    /// Worth nothing after a restart of the machine, so it costs no flush.
-    Boot,
 }
 
 /// The paths below `STATE_DIRECTORY`.
@@ -184,30 +177,15 @@ pub(super) fn read_json<T: DeserializeOwned>(path: &Path) -> io::Result<Option<T
     }
 }
 
-/// Whole or not at all: a reader never sees half of it.
+/// Whole or not at all: a reader never sees half of it. Keeper and controller may write the same file.
 pub(super) fn write_json<T: Serialize>(path: &Path, value: &T, durable: Durable) -> io::Result<()> {
-    let bytes = serde_json::to_vec_pretty(value)?;
-    let mut new = path.as_os_str().to_owned();
-    new.push(format!(".{}{NEW}", std::process::id()));
-    let mut file = OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
-    file.write_all(&bytes)?;
-    if durable == Durable::Disk {
-        file.sync_all()?;
-    }
-    fs::rename(&new, path)?;
-    if durable == Durable::Disk { sync_parent(path) } else { Ok(()) }
-}
-
-pub(super) fn sync_parent(path: &Path) -> io::Result<()> {
-    path.parent().map_or(Ok(()), |parent| File::open(parent)?.sync_all())
+    let beside = files::with_suffix(path, &format!(".{}{NEW}", std::process::id()));
+    files::write_by(&beside, path, &serde_json::to_vec_pretty(value)?, durable)
 }
 
 /// A missing file is removed already.
 pub(super) fn unlink(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(io::Error::new(e.kind(), format!("remove {}: {e}", path.display()))),
-        _ => Ok(()),
-    }
+    files::remove(path).map_err(|e| io::Error::new(e.kind(), format!("remove {}: {e}", path.display())))
 }
 
 pub(super) fn open_lock(path: &Path) -> io::Result<File> {

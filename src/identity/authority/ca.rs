@@ -5,9 +5,8 @@
 //! is publish, sign, retire, and each step is sent to all streams, so that nobody meets an SVID whose CA it has not been told.
 
 use std::{
-    fs,
-    io::{self, Write as _},
-    os::unix::fs::{DirBuilderExt as _, OpenOptionsExt as _, PermissionsExt as _},
+    fs, io,
+    os::unix::fs::{DirBuilderExt as _, PermissionsExt as _},
     path::{Path, PathBuf},
     sync::{PoisonError, RwLock},
     time::{Duration, SystemTime},
@@ -29,7 +28,10 @@ use tokio::sync::watch;
 use x509_parser::prelude::{FromDer as _, GeneralName, X509Certificate};
 
 use super::Lifetimes;
-use crate::secret::Secret;
+use crate::{
+    files::{self, Durable},
+    secret::Secret,
+};
 
 const FILE: &str = "ca.pem";
 /// Certificates start this much in the past, for clocks of virtual machines that lag.
@@ -199,7 +201,8 @@ impl Issuer {
     }
 
     fn write(&self, text: &Secret) -> anyhow::Result<()> {
-        write_whole(&self.path, text.expose().as_bytes()).with_context(|| format!("write the CA file {}", self.path.display()))
+        files::write_private(&self.path, text.expose().as_bytes(), Durable::Disk)
+            .with_context(|| format!("write the CA file {}", self.path.display()))
     }
 
     fn read_kept(&self) -> std::sync::RwLockReadGuard<'_, Kept> {
@@ -364,18 +367,4 @@ fn read(path: &Path) -> anyhow::Result<Option<Secret>> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(e).with_context(|| format!("read the CA file {}; make it readable for this user", path.display())),
     }
-}
-
-/// Replaces the file as a whole (0600), durable when this returns. A crash leaves the old one, and perhaps a `.new` beside it.
-fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let beside = path.with_extension("new");
-    match fs::remove_file(&beside) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-        _ => {}
-    }
-    let mut file = fs::OpenOptions::new().write(true).create_new(true).mode(0o600).open(&beside)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&beside, path)?;
-    fs::File::open(path.parent().unwrap_or(Path::new(".")))?.sync_all()
 }

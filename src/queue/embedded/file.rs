@@ -20,7 +20,10 @@ use super::{
     rows,
     stored::{self, Failure, Step},
 };
-use crate::queue::{QueueError, QueueHealth};
+use crate::{
+    files,
+    queue::{QueueError, QueueHealth},
+};
 
 /// redb takes 1 GiB unless told; the queue is small, and most of it is read once.
 const CACHE_BYTES: usize = 8 << 20;
@@ -225,7 +228,7 @@ fn builder() -> Builder {
 }
 
 fn lock_beside(path: &Path) -> Result<File, QueueError> {
-    let lock_path = with_suffix(path, ".lock");
+    let lock_path = files::with_suffix(path, ".lock");
     let lock = File::options().create(true).truncate(false).write(true).open(&lock_path);
     let lock = lock.map_err(|error| unavailable("open", &lock_path, &error))?;
     match lock.try_lock() {
@@ -241,11 +244,8 @@ fn create_if_missing(path: &Path) -> Result<(), QueueError> {
     if path.try_exists().map_err(|error| unavailable("find", path, &error))? {
         return Ok(());
     }
-    let new = with_suffix(path, ".new");
-    match fs::remove_file(&new) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(unavailable("remove", &new, &error)),
-        _ => {}
-    }
+    let new = files::with_suffix(path, ".new");
+    files::remove(&new).map_err(|error| unavailable("remove", &new, &error))?;
     let database = builder().create(&new).map_err(|error| store_error(&new, error.into()))?;
     match write_to(&database, rows::found) {
         Ok(()) => {}
@@ -255,8 +255,7 @@ fn create_if_missing(path: &Path) -> Result<(), QueueError> {
     }
     database.close().map_err(|error| store_error(&new, error.into()))?;
     fs::rename(&new, path).map_err(|error| unavailable("name", path, &error))?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(|error| unavailable("sync", folder, &error))
+    files::sync_folder_of(path).map_err(|error| unavailable("sync the folder of", path, &error))
 }
 
 fn open_checked(path: &Path) -> Result<Database, QueueError> {
@@ -305,12 +304,6 @@ fn in_use(path: &Path) -> QueueError {
 
 fn unavailable(verb: &str, path: &Path, error: &io::Error) -> QueueError {
     QueueError::Unavailable(format!("{verb} {}: {error}", path.display()))
-}
-
-fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
-    PathBuf::from(name)
 }
 
 /// Bytes that this user may still write on the file system of `folder`.

@@ -1,9 +1,11 @@
 //! Connections towards Gitea: direct, or through the proxy that `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY` name.
 //!
-//! There is one destination for the life of the bridge, so the way is chosen once. TLS is `gitea::tls`'s.
+//! The controller's client and the environment's bridge both use it. There is one destination for the life of a connector, so the
+//! way is chosen once. TLS is `gitea::tls`'s; what is sent is the callers'.
 
 use std::{
     pin::Pin,
+    sync::Arc,
     task::{Context, Poll},
     time::Duration,
 };
@@ -18,6 +20,8 @@ use hyper_util::client::{
 };
 use tower::Service;
 
+use crate::names::env;
+
 type BoxError = Box<dyn std::error::Error + Send + Sync>;
 type Https = HttpsConnector<HttpConnector>;
 
@@ -25,8 +29,26 @@ type Https = HttpsConnector<HttpConnector>;
 const TCP_LIMIT: Duration = Duration::from_secs(10);
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(30);
 
+/// Which proxies the environment's variables name, and for whom.
 #[derive(Clone)]
-pub(super) struct Connector(Way);
+pub struct Proxies(Arc<Matcher>);
+
+impl Proxies {
+    /// `variable` looks a variable up; the upper-case spelling goes first.
+    pub fn read(variable: &dyn Fn(&str) -> Option<String>) -> Self {
+        let first = |names: &[&str]| names.iter().find_map(|name| variable(name)).unwrap_or_default();
+        let matcher = Matcher::builder().http(first(&env::HTTP_PROXY)).https(first(&env::HTTPS_PROXY)).no(first(&env::NO_PROXY));
+        Self(Arc::new(matcher.build()))
+    }
+
+    /// Always direct.
+    pub fn none() -> Self {
+        Self::read(&|_| None)
+    }
+}
+
+#[derive(Clone)]
+pub struct Connector(Way);
 
 #[derive(Clone)]
 enum Way {
@@ -42,13 +64,13 @@ enum Way {
 
 impl Connector {
     /// Also answers the `Proxy-Authorization` that each request needs (absolute form only).
-    pub(super) fn new(gitea: &Uri, tls: &rustls::ClientConfig, proxies: &Matcher) -> (Self, Option<HeaderValue>) {
+    pub fn new(gitea: &Uri, tls: &rustls::ClientConfig, proxies: &Proxies) -> (Self, Option<HeaderValue>) {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
         tcp.set_connect_timeout(Some(TCP_LIMIT));
         let direct = with_tls(tls, tcp);
-        let Some(proxy) = proxies.intercept(gitea) else {
+        let Some(proxy) = proxies.0.intercept(gitea) else {
             return (Self(Way::Direct(direct)), None);
         };
         let auth = proxy.basic_auth().cloned();
@@ -94,7 +116,7 @@ impl Service<Uri> for Connector {
 }
 
 /// A connection, whichever way it went.
-pub(super) struct Link {
+pub struct Link {
     io: Box<dyn Io>,
     absolute_form: bool,
 }
@@ -125,5 +147,26 @@ impl Write for Link {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<std::io::Result<()>> {
         Pin::new(&mut self.io).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_variables_choose_the_way() {
+        let proxied = |url: &'static str, pairs: &'static [(&str, &str)]| {
+            let proxies =
+                Proxies::read(&|name| pairs.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned()));
+            proxies.0.intercept(&Uri::from_static(url)).map(|proxy| proxy.uri().to_string())
+        };
+        let both =
+            &[("HTTP_PROXY", "http://plain.test:1"), ("https_proxy", "http://tls.test:2"), ("NO_PROXY", "near.test,127.0.0.0/8")];
+        assert_eq!(proxied("http://git.test/", both).as_deref(), Some("http://plain.test:1/"));
+        assert_eq!(proxied("https://git.test/", both).as_deref(), Some("http://tls.test:2/"));
+        assert_eq!(proxied("https://git.near.test/", both), None);
+        assert_eq!(proxied("http://127.0.0.1:3000/", both), None);
+        assert_eq!(proxied("http://git.test/", &[("HTTP_PROXY", "")]), None);
     }
 }
