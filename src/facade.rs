@@ -32,7 +32,7 @@ mod rate;
 mod service;
 mod verdict;
 
-/// The bridge splits its requests to 1 MiB; anything larger is not from it.
+/// The bridge splits its requests to 1 MiB; anything larger is not from it. Compressed or not.
 const MAX_REQUEST_BYTES: usize = 2 << 20;
 
 /// What the facade works with.
@@ -61,7 +61,8 @@ impl Facade {
         let router = connectrpc::Router::new();
         let router = RunnerServiceExt::register(Arc::clone(&service), router);
         let router = EnvironmentServiceExt::register(service, router);
-        let limits = connectrpc::Limits::default().with_max_message_size(MAX_REQUEST_BYTES);
+        let limits =
+            connectrpc::Limits::default().with_max_request_body_size(MAX_REQUEST_BYTES).with_max_message_size(MAX_REQUEST_BYTES);
         let rpc = router.into_axum_service().with_limits(limits);
         Router::new().nest_service("/api/actions", rpc).layer(from_fn_with_state(gate, admit))
     }

@@ -20,14 +20,19 @@ use gitea_dynamic_runner::identity::{
 };
 use http_body_util::{BodyExt as _, Empty};
 use hyper_util::rt::TokioIo;
-use rcgen::{CertificateParams, DnType, IsCa, KeyPair, KeyUsagePurpose, SanType};
-use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName, pem::PemObject as _};
+use rcgen::{CertificateParams, IsCa, KeyUsagePurpose, SanType};
+use rustls::pki_types::ServerName;
 use tokio::{
     io::AsyncReadExt as _,
     net::{TcpListener, TcpStream},
     time::{sleep, timeout},
 };
 use tokio_util::sync::CancellationToken;
+
+use self::forger::{Forger, trusting, uri};
+
+#[path = "support/forger.rs"]
+mod forger;
 
 const TD: &str = "test.example";
 const FACADE: &str = "spiffe://test.example/runner-facade";
@@ -226,99 +231,11 @@ async fn two_authorities_do_not_trust_each_other() {
     nothing_runs().await;
 }
 
-/// Signs what it is told with the CA in `dir`, and connects with it.
-struct Forger {
-    issuer: rcgen::Issuer<'static, KeyPair>,
-}
-
-impl Forger {
-    fn with_the_key_of(node: &Node) -> Self {
-        let pem = std::fs::read(node.dir.path().join("ca/ca.pem")).unwrap();
-        let der = CertificateDer::from_pem_slice(&pem).unwrap();
-        let (_, certificate) = x509_parser::parse_x509_certificate(&der).unwrap();
-        let mut params = CertificateParams::default();
-        params.distinguished_name = rcgen::DistinguishedName::new();
-        let name = certificate.subject();
-        let organization = name.iter_organization().next().unwrap().as_str().unwrap();
-        params.distinguished_name.push(DnType::OrganizationName, organization);
-        params.distinguished_name.push(DnType::CommonName, name.iter_common_name().next().unwrap().as_str().unwrap());
-        let key = PrivateKeyDer::from_pem_slice(&pem).unwrap();
-        Self { issuer: rcgen::Issuer::new(params, KeyPair::try_from(&key).unwrap()) }
-    }
-
-    /// An honest SVID of [`JOB`], changed by `change`.
-    fn client(&self, change: impl FnOnce(&mut CertificateParams)) -> Arc<rustls::ClientConfig> {
-        let mut params = CertificateParams::default();
-        params.not_before = (SystemTime::now() - Duration::from_secs(60)).into();
-        params.not_after = (SystemTime::now() + Duration::from_secs(600)).into();
-        params.subject_alt_names = vec![uri(JOB)];
-        params.is_ca = IsCa::ExplicitNoCa;
-        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
-        change(&mut params);
-        let key = KeyPair::generate().unwrap();
-        let chain = vec![params.signed_by(&key, &self.issuer).unwrap().der().clone()];
-        let key = PrivateKeyDer::Pkcs8(PrivatePkcs8KeyDer::from(key.serialize_der()));
-        Arc::new(trusting().with_client_auth_cert(chain, key).unwrap())
-    }
-}
-
-fn uri(id: &str) -> SanType {
-    SanType::URI(id.try_into().unwrap())
-}
-
-fn trusting() -> rustls::ConfigBuilder<rustls::ClientConfig, rustls::client::WantsClientCert> {
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    rustls::ClientConfig::builder_with_provider(provider.clone())
-        .with_protocol_versions(&[&rustls::version::TLS13])
-        .unwrap()
-        .dangerous()
-        .with_custom_certificate_verifier(Arc::new(AnyServer(provider)))
-}
-
-/// Believes every server, so that a refusal in these tests is always the server's.
-#[derive(Debug)]
-struct AnyServer(Arc<rustls::crypto::CryptoProvider>);
-
-impl rustls::client::danger::ServerCertVerifier for AnyServer {
-    fn verify_server_cert(
-        &self,
-        _: &CertificateDer<'_>,
-        _: &[CertificateDer<'_>],
-        _: &ServerName<'_>,
-        _: &[u8],
-        _: rustls::pki_types::UnixTime,
-    ) -> Result<rustls::client::danger::ServerCertVerified, rustls::Error> {
-        Ok(rustls::client::danger::ServerCertVerified::assertion())
-    }
-
-    fn verify_tls12_signature(
-        &self,
-        _: &[u8],
-        _: &CertificateDer<'_>,
-        _: &rustls::DigitallySignedStruct,
-    ) -> Result<rustls::client::danger::HandshakeSignatureValid, rustls::Error> {
-        Err(rustls::Error::General("TLS 1.2".into()))
-    }
-
-    fn verify_tls13_signature(
-        &self,
-        message: &[u8],
-        certificate: &CertificateDer<'_>,
-        signature: &rustls::DigitallySignedStruct,
-    ) -> Result<rustls::client::danger::HandshakeSignatureValid, rustls::Error> {
-        rustls::crypto::verify_tls13_signature(message, certificate, signature, &self.0.signature_verification_algorithms)
-    }
-
-    fn supported_verify_schemes(&self) -> Vec<rustls::SignatureScheme> {
-        self.0.signature_verification_algorithms.supported_schemes()
-    }
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn only_a_whole_and_valid_svid_of_a_job_gets_in() {
     let node = Node::new();
     let server = Server::start(&node.identity("f", FACADE).await, limits()).await;
-    let forger = Forger::with_the_key_of(&node);
+    let forger = Forger::with_the_key_in(&node.dir.path().join("ca"), JOB);
     // The forger's honest work passes: each refusal below has one cause.
     assert_eq!(once(forger.client(|_| {}), server.addr).await.unwrap(), JOB);
 

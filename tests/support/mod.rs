@@ -17,6 +17,7 @@ pub(crate) mod controller;
 pub(crate) mod gitea;
 pub(crate) mod official;
 pub(crate) mod rest;
+pub(crate) mod standin;
 
 /// Asks again until there is an answer; panics with `what` after `limit`.
 pub(crate) async fn eventually<T>(what: &str, limit: Duration, mut ask: impl AsyncFnMut() -> Option<T>) -> T {
