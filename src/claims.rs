@@ -21,8 +21,8 @@ use crate::{
 
 mod capability;
 
-/// Connections of one environment that are remembered, to close them at its end; the listener allows no more.
-const MAX_CONNECTIONS: usize = 16;
+/// Connections that one environment may have at once. Its bridge uses one or two.
+const MAX_CONNECTIONS: usize = 4;
 
 /// Why a job shall stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,6 +88,9 @@ pub enum Denied {
     Revoked,
     #[error("denied: the job is over")]
     Terminal,
+    /// Others of its connections must end first.
+    #[error("too many connections of one environment")]
+    Connections,
 }
 
 impl Denied {
@@ -99,6 +102,7 @@ impl Denied {
             Denied::Capability => "capability",
             Denied::Revoked => "revoked",
             Denied::Terminal => "terminal",
+            Denied::Connections => "connections",
         }
     }
 }
@@ -112,7 +116,7 @@ pub enum Offered {
 
 struct Entry {
     claim: Claim,
-    connections: Vec<CancellationToken>,
+    connections: HashMap<u64, CancellationToken>,
 }
 
 #[derive(Default)]
@@ -205,7 +209,7 @@ impl Claims {
             Some(entry) if entry.claim.nonce != claim.nonce => Offered::AnotherServes,
             Some(_) => Offered::Now,
             None => {
-                state.entries.insert(claim.assignment, Entry { claim, connections: Vec::new() });
+                state.entries.insert(claim.assignment, Entry { claim, connections: HashMap::new() });
                 drop(state);
                 self.touch();
                 Offered::Now
@@ -242,13 +246,17 @@ impl Claims {
     }
 
     /// Remembers a connection of the served environment, to close it at the terminal state.
-    pub fn remember_connection(&self, assignment: AssignmentId, connection: &CancellationToken) {
-        if let Some(entry) = self.lock().entries.get_mut(&assignment) {
-            entry.connections.retain(|c| !c.is_cancelled());
-            if entry.connections.len() < MAX_CONNECTIONS {
-                entry.connections.push(connection.clone());
+    pub fn connected(&self, assignment: AssignmentId, id: u64, connection: &CancellationToken) -> Result<(), Denied> {
+        let mut state = self.lock();
+        let Some(entry) = state.entries.get_mut(&assignment) else { return Err(Denied::Assignment) };
+        entry.connections.retain(|_, c| !c.is_cancelled());
+        if !entry.connections.contains_key(&id) {
+            if entry.connections.len() >= MAX_CONNECTIONS {
+                return Err(Denied::Connections);
             }
+            entry.connections.insert(id, connection.clone());
         }
+        Ok(())
     }
 
     /// `start` was made durable. The task's bytes are forgotten.
@@ -265,7 +273,7 @@ impl Claims {
         let mut state = self.lock();
         if let Some(entry) = state.entries.get_mut(&assignment).filter(|e| &e.claim.nonce == nonce) {
             entry.claim.phase = ClaimPhase::Terminal;
-            entry.connections.drain(..).for_each(|c| c.cancel());
+            entry.connections.drain().for_each(|(_, c)| c.cancel());
         }
         drop(state);
         self.touch();
@@ -319,7 +327,7 @@ impl Claims {
         drop(state);
         self.touch();
         entry.map(|entry| {
-            entry.connections.iter().for_each(CancellationToken::cancel);
+            entry.connections.values().for_each(CancellationToken::cancel);
             entry.claim
         })
     }
@@ -416,10 +424,17 @@ mod tests {
         assert_eq!(claims.offer(claim(1, &a)), Offered::Now);
         assert_eq!(claims.offer(claim(1, &b)), Offered::AnotherServes);
         assert_eq!(claims.get(one).unwrap().stop.unwrap().0, Stop::Cancelled);
-        let token = CancellationToken::new();
-        claims.remember_connection(one, &token);
+        let tokens: Vec<_> = (0..5).map(|_| CancellationToken::new()).collect();
+        for (id, token) in tokens[..4].iter().enumerate() {
+            claims.connected(one, id as u64, token).unwrap();
+            claims.connected(one, id as u64, token).unwrap();
+        }
+        assert_eq!(claims.connected(one, 4, &tokens[4]).unwrap_err(), Denied::Connections);
+        // One that has ended makes room.
+        tokens[0].cancel();
+        claims.connected(one, 4, &tokens[4]).unwrap();
         claims.terminal(one, &a);
-        assert!(token.is_cancelled());
+        assert!(tokens.iter().all(CancellationToken::is_cancelled));
     }
 
     #[test]

@@ -91,6 +91,7 @@ async fn admit(State(gate): State<Gate>, mut request: Request, next: Next) -> Re
             tracing::info!(reason = denied.label(), "refused a request at the facade");
             match denied {
                 Denied::NotYet => ConnectError::unavailable(denied.to_string()),
+                Denied::Connections => ConnectError::resource_exhausted(denied.to_string()),
                 _ => ConnectError::permission_denied(denied.to_string()),
             }
             .into_response()
@@ -105,7 +106,7 @@ impl Gate {
         let assignment: AssignmentId = text(header::ASSIGNMENT).and_then(|t| t.parse().ok()).ok_or(Denied::Assignment)?;
         let capability = text(header::CAPABILITY).ok_or(Denied::Capability)?;
         let claim = self.claims.admit(assignment, &peer.id, capability)?;
-        self.claims.remember_connection(assignment, &peer.connection);
+        self.claims.connected(assignment, peer.connection_id, &peer.connection)?;
         Ok(claim)
     }
 }

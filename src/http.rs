@@ -53,7 +53,7 @@ impl Http {
     pub fn router(self) -> Router {
         let guarded = Router::new()
             .route("/metrics", get(metrics))
-            .layer(from_fn_with_state(self.access.clone(), may_read))
+            .route_layer(from_fn_with_state(self.access.clone(), may_read))
             .with_state(self.clone());
         let open =
             Router::new().route("/healthz", get(|| async { "ok\n" })).route("/readyz", get(ready)).with_state(self.clone());

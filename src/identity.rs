@@ -35,7 +35,9 @@ pub struct PeerId {
     /// `spiffe://…`, exactly one URI SAN, verified.
     pub id: String,
     pub not_after: SystemTime,
-    /// Cancel it to close this connection gracefully.
+    /// Tells this connection from others of the process.
+    pub connection_id: u64,
+    /// Cancel it to close this connection gracefully; cancelled when it has ended.
     pub connection: CancellationToken,
 }
 

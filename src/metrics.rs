@@ -190,7 +190,7 @@ impl Metrics {
                 drop(self.infra_failures.get_or_create(&BackendReason { backend, reason }));
             }
         }
-        for reason in ["not_yet", "identity", "capability", "assignment", "revoked", "terminal", "task", "rate"] {
+        for reason in ["not_yet", "identity", "capability", "assignment", "revoked", "terminal", "connections", "task", "rate"] {
             drop(self.facade_denied.get_or_create(&ReasonLabel { reason }));
         }
     }

@@ -8,7 +8,7 @@ use std::{
     pin::pin,
     sync::{
         Arc, Mutex, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, SystemTime},
 };
@@ -31,6 +31,7 @@ use tower::ServiceExt as _;
 use super::{PeerId, ServeLimits, tls, wall_clock};
 
 /// Handshakes at a time. They do not count as connections, so that strangers cannot take the places of jobs.
+static CONNECTION_IDS: AtomicU64 = AtomicU64::new(0);
 const HANDSHAKES: usize = 64;
 /// How long a connection that is told to close may finish its requests.
 const CLOSING: Duration = Duration::from_secs(5);
@@ -147,12 +148,15 @@ impl Server {
         let all = self.connections.clone().try_acquire_owned().map_err(|_| "too many connections")?;
         let own = PeerPlace::take(&self.peers, &id, self.limits.connections_per_peer)
             .ok_or_else(|| format!("too many connections of {id}"))?;
-        let peer = PeerId { id, not_after, connection: self.shutdown.child_token() };
+        let connection_id = CONNECTION_IDS.fetch_add(1, Ordering::Relaxed);
+        let peer = PeerId { id, not_after, connection_id, connection: self.shutdown.child_token() };
         Ok((stream, peer, Places { _all: all, _own: own }))
     }
 
     async fn talk(&self, stream: TlsStream<TcpStream>, peer: PeerId) {
         let close = peer.connection.clone();
+        // Whoever remembers the connection sees that it has ended.
+        let _ended = close.clone().drop_guard();
         // A certificate is checked at the handshake alone, so a connection must not outlive it.
         let end = peer.not_after.min(SystemTime::now() + self.limits.max_age);
         let spoke = Arc::new(AtomicBool::new(false));
