@@ -256,11 +256,12 @@ impl Parts<'_> {
     }
 
     fn facade_limits(&self) -> ServeLimits {
-        let connections = self.core.slots.values().map(Slots::capacity).sum::<usize>() * CONNECTIONS_PER_ENVIRONMENT + 16;
+        let of_all = self.core.slots.values().map(Slots::capacity).sum::<usize>() * CONNECTIONS_PER_ENVIRONMENT;
         ServeLimits {
-            connections,
-            // Siblings of a matrix have one SPIFFE ID, so all of them may be one peer.
-            connections_per_peer: connections,
+            // One peer that takes all that it may leaves as much to the others.
+            connections: of_all * 2 + 16,
+            // Siblings of a matrix have one SPIFFE ID, so all environments may be one peer.
+            connections_per_peer: of_all,
             handshake: Duration::from_secs(10),
             max_age: Duration::from_secs(3600),
         }

@@ -3,7 +3,7 @@
 //! It keeps no log and no result: what it acknowledges, Gitea has acknowledged. It decides two things, both in `admit` and
 //! `verdict`: who may speak, and whether a SUCCESS counts. Making and removing environments is for others.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{collections::HashMap, sync::Arc, time::Instant};
 
 use axum::{
     Router,
@@ -12,9 +12,13 @@ use axum::{
     response::{IntoResponse as _, Response},
 };
 use connectrpc::ConnectError;
+use http::{HeaderValue, Version, header::CONNECTION};
 use tokio::sync::watch;
 
-use self::{rate::Rates, service::Service};
+use self::{
+    rate::{OnceASecond, Rates},
+    service::Service,
+};
 use crate::{
     backend::Backend,
     claims::{Claim, Claims, Denied},
@@ -56,7 +60,8 @@ struct Admitted(Arc<Claim>);
 impl Facade {
     /// The router to serve behind mTLS, each request with a `PeerId` extension.
     pub fn router(self) -> Router {
-        let gate = Gate { claims: self.claims.clone(), metrics: self.metrics.clone(), rates: Arc::default() };
+        let gate =
+            Gate { claims: self.claims.clone(), metrics: self.metrics.clone(), rates: Arc::default(), refusals: Arc::default() };
         let service = Arc::new(Service::new(self));
         let router = connectrpc::Router::new();
         let router = RunnerServiceExt::register(Arc::clone(&service), router);
@@ -73,11 +78,13 @@ struct Gate {
     claims: Claims,
     metrics: Metrics,
     rates: Arc<Rates>,
+    refusals: Arc<OnceASecond>,
 }
 
 /// Every request passes here: certificate, capability, the served environment, not yet over (rule R6).
 async fn admit(State(gate): State<Gate>, mut request: Request, next: Next) -> Response {
-    match gate.judge(&request) {
+    let (peer, version) = (request.extensions().get::<PeerId>().cloned(), request.version());
+    match gate.judge(&request, peer.as_ref()) {
         Ok(claim) => {
             if !gate.rates.allow(claim.assignment) {
                 let _ = gate.metrics.facade_denied.get_or_create(&ReasonLabel { reason: "rate" }).inc();
@@ -88,20 +95,38 @@ async fn admit(State(gate): State<Gate>, mut request: Request, next: Next) -> Re
         }
         Err(denied) => {
             gate.metrics.facade_denied.get_or_create(&ReasonLabel { reason: denied.label() }).inc();
-            tracing::info!(reason = denied.label(), "refused a request at the facade");
-            match denied {
-                Denied::NotYet => ConnectError::unavailable(denied.to_string()),
-                Denied::Connections => ConnectError::resource_exhausted(denied.to_string()),
-                _ => ConnectError::permission_denied(denied.to_string()),
+            if gate.refusals.may_be_said(Instant::now()) {
+                tracing::info!(
+                    reason = denied.label(),
+                    "refused a request at the facade; others within a second are only counted"
+                );
             }
-            .into_response()
+            match denied {
+                Denied::NotYet => ConnectError::unavailable(denied.to_string()).into_response(),
+                Denied::Connections => {
+                    let answer = ConnectError::resource_exhausted(denied.to_string()).into_response();
+                    last_answer(answer, version, peer.as_ref())
+                }
+                _ => last_answer(ConnectError::permission_denied(denied.to_string()).into_response(), version, peer.as_ref()),
+            }
         }
     }
 }
 
+/// Who is refused has no bucket of its own, so each of its requests costs it a handshake.
+fn last_answer(mut answer: Response, version: Version, peer: Option<&PeerId>) -> Response {
+    if version < Version::HTTP_2 {
+        // The client is told, so that it sends no further request into a closing connection.
+        answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    } else if let Some(peer) = peer {
+        peer.connection.cancel();
+    }
+    answer
+}
+
 impl Gate {
-    fn judge(&self, request: &Request) -> Result<Claim, Denied> {
-        let peer = request.extensions().get::<PeerId>().ok_or(Denied::Identity)?;
+    fn judge(&self, request: &Request, peer: Option<&PeerId>) -> Result<Claim, Denied> {
+        let peer = peer.ok_or(Denied::Identity)?;
         let text = |name| request.headers().get(name).and_then(|value| value.to_str().ok());
         let assignment: AssignmentId = text(header::ASSIGNMENT).and_then(|t| t.parse().ok()).ok_or(Denied::Assignment)?;
         let capability = text(header::CAPABILITY).ok_or(Denied::Capability)?;

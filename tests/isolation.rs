@@ -7,6 +7,7 @@
 
 use std::{fs, path::PathBuf, time::Duration};
 
+use futures::FutureExt as _;
 use gitea_dynamic_runner::{
     demo::forge::{JobId, JobSpec, JobStatus, JobView},
     identity::Identity,
@@ -44,7 +45,11 @@ fn job(key: &str, script: &str) -> JobSpec {
 
 impl World {
     async fn new() -> Option<Self> {
-        let system = StandIn::as_root(2).await?;
+        Self::with_slots(2).await
+    }
+
+    async fn with_slots(slots: u32) -> Option<Self> {
+        let system = StandIn::as_root(slots).await?;
         let script = "echo mine > $HOME/mine; echo ready\nuntil [ -e $HOME/go ]; do sleep 0.1; done\ncat $HOME/mine; echo whole";
         let mut spec = job("victim", script).secret("PASSWORD", "the victim's password");
         spec.env.insert("PASSWORD".into(), "${{ secrets.PASSWORD }}".into());
@@ -76,6 +81,13 @@ impl World {
         let said: serde_json::Value = serde_json::from_str(&file).unwrap();
         let text = |key: &str| said[key].as_str().unwrap().to_owned();
         (text("address").rsplit(':').next().unwrap().to_owned(), text("token"))
+    }
+
+    /// The command by which a job runs a part of this file.
+    fn program(&self, part: &str) -> String {
+        let program = self.system.folder().join("program");
+        fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+        format!("{} {part} --exact --ignored --nocapture --test-threads=1", program.display())
     }
 
     /// The victim ends well, having noticed nothing.
@@ -118,9 +130,7 @@ async fn another_jobs_bridge_takes_no_call_without_its_token() {
 #[tokio::test(flavor = "multi_thread")]
 async fn another_jobs_workload_socket_gives_it_no_identity() {
     let Some(world) = World::new().await else { return };
-    let prober = world.system.folder().join("prober");
-    fs::copy(std::env::current_exe().unwrap(), &prober).unwrap();
-    let probe = format!("{} the_prober_itself --exact --ignored --nocapture --test-threads=1", prober.display());
+    let probe = world.program("the_prober_itself");
     let (socket, id) = (&world.theirs.variables["SPIFFE_ENDPOINT_SOCKET"], &world.theirs.variables["CI_SPIFFE_ID"]);
     let said = world
         .outcomes(&format!(
@@ -141,6 +151,44 @@ async fn the_prober_itself() {
     let (Ok(socket), Ok(id)) = (std::env::var("PROBE_SOCKET"), std::env::var("PROBE_ID")) else { return };
     let trust_domain = id.split('/').nth(2).unwrap().to_owned();
     Identity::connect(&socket, &trust_domain, &id, Duration::from_secs(3)).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_job_that_hoards_connections_to_the_facade_leaves_enough_for_the_others() {
+    let Some(world) = World::with_slots(3).await else { return };
+    let (facade, id) = (&world.theirs.variables["RUNNER_FACADE_URL"], &world.theirs.variables["RUNNER_FACADE_SPIFFE_ID"]);
+    let script = format!("FACADE={facade} FACADE_ID={id} {}", world.program("the_hoarder_itself"));
+    let hoarder = world.system.push(job("hoarder", &script));
+    // Four for each slot; its own executor has one or two of them.
+    world.system.says(hoarder, "holds 10").await;
+    let calm = world.system.push(job("calm", "echo done"));
+    assert_eq!(world.system.ended(calm).await.status, JobStatus::Success);
+    let most = world.system.job(hoarder).log.iter().filter_map(|row| row.strip_prefix("holds ")?.parse::<u32>().ok()).max();
+    assert!(most <= Some(12), "{most:?}");
+    world.system.forge.cancel(hoarder);
+    assert_eq!(world.system.ended(hoarder).await.status, JobStatus::Cancelled);
+    world.end().await;
+}
+
+/// Not a test of its own: what a job runs to take all connections of the facade that it can get.
+#[tokio::test]
+#[ignore = "a story runs it inside a job"]
+async fn the_hoarder_itself() {
+    let variable = |name: &str| std::env::var(name).unwrap_or_default();
+    let (facade, id) = (variable("FACADE"), variable("CI_SPIFFE_ID"));
+    let Some(address) = facade.strip_prefix("https://") else { return };
+    let trust_domain = id.split('/').nth(2).unwrap();
+    let identity = Identity::connect(&variable("SPIFFE_ENDPOINT_SOCKET"), trust_domain, &id, LIMIT).await.unwrap();
+    let tls = tokio_rustls::TlsConnector::from(identity.client_config(&variable("FACADE_ID")));
+    let mut held = Vec::new();
+    loop {
+        let tcp = tokio::net::TcpStream::connect(address).await.unwrap();
+        held.extend(tls.connect("127.0.0.1".try_into().unwrap(), tcp).await.ok());
+        // One that was refused is closed soon, and says so when it is read.
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        held.retain_mut(|stream| tokio::io::AsyncReadExt::read_u8(stream).now_or_never().is_none());
+        println!("holds {}", held.len());
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -302,7 +350,7 @@ async fn path_tricks_at_its_own_bridge_reach_nothing() {
         format!("POST /api/./actions/{service}"),
         format!("POST /api/%61ctions/{service}"),
         format!("POST /api%2factions/{service}"),
-        format!("POST /api%2Factions%2Frunner.v1.RunnerService%2FUpdateTask?trick"),
+        "POST /api%2Factions%2Frunner.v1.RunnerService%2FUpdateTask?trick".to_owned(),
         format!("POST /api/%2561ctions/{service}"),
         format!("POST /API/Actions/{service}"),
         format!("POST /api\\actions/{service}"),

@@ -1,9 +1,9 @@
-//! How often one environment may call: a token bucket each, so that a wild job slows only itself.
+//! How often one environment may call: a token bucket each, so that a wild job slows only itself. And how often refusals are logged.
 
 use std::{
     collections::HashMap,
     sync::{Mutex, PoisonError},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use crate::ids::AssignmentId;
@@ -38,10 +38,23 @@ impl Rates {
     }
 }
 
+/// Lets one line a second into the log, so that a wild job cannot fill it.
+#[derive(Default)]
+pub(super) struct OnceASecond(Mutex<Option<Instant>>);
+
+impl OnceASecond {
+    pub(super) fn may_be_said(&self, now: Instant) -> bool {
+        let mut last = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let may = last.is_none_or(|last| now.saturating_duration_since(last) >= Duration::from_secs(1));
+        if may {
+            *last = Some(now);
+        }
+        may
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
     use crate::ids::TaskId;
 
@@ -53,5 +66,12 @@ mod tests {
         assert_eq!(passed, 200);
         assert!(rates.allow_at(calm, now));
         assert!(rates.allow_at(wild, now + Duration::from_secs(1)));
+    }
+
+    #[test]
+    fn one_refusal_a_second_is_said() {
+        let (refusals, now) = (OnceASecond::default(), Instant::now());
+        let said = |after| refusals.may_be_said(now + Duration::from_millis(after));
+        assert_eq!([0, 1, 999, 1000, 1500, 2001].map(said), [true, false, false, true, false, true]);
     }
 }

@@ -305,6 +305,21 @@ async fn a_flood_is_slowed_and_the_other_jobs_are_not() {
     node.end((wild, calm)).await;
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_refused_request_costs_its_connection_and_the_other_jobs_nothing() {
+    let node = Node::new().await;
+    let (wild, calm) = (node.started(job("wild")).await, node.started(job("calm")).await);
+    let mut others = Connection::of(&node, &calm).await;
+    for _ in 0..20 {
+        let mut refused = Connection::of(&node, &Job { capability: calm.capability.clone(), ..wild.clone() }).await;
+        assert_eq!(refused.hello().await.unwrap(), http::StatusCode::FORBIDDEN, "it is told before it is closed");
+        eventually("its connection is closed", async || refused.is_closed()).await;
+        assert!(others.hello().await.unwrap().is_success());
+    }
+    assert_eq!(node.denied("capability"), 20);
+    node.end((wild, calm, others)).await;
+}
+
 // ---- When ------------------------------------------------------------------------------------------------------------
 
 #[tokio::test(flavor = "multi_thread")]

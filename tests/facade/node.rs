@@ -109,13 +109,13 @@ pub(crate) struct Node {
 }
 
 /// One served environment: what its executor knows.
+#[derive(Clone)]
 pub(crate) struct Job {
     pub(crate) id: JobId,
     pub(crate) task: TaskId,
     /// The task as Gitea gave it.
     pub(crate) raw: Vec<u8>,
     pub(crate) name: EnvironmentName,
-    pub(crate) nonce: Nonce,
     pub(crate) spiffe_id: String,
     pub(crate) tls: Arc<rustls::ClientConfig>,
     pub(crate) capability: Secret,
@@ -199,7 +199,7 @@ impl Node {
         let tls = self.tls(&nonce, &made.spiffe_id).await;
         let capability = self.claims.key().capability(made.id, &nonce);
         let client = self.client(&tls, made.task, &capability);
-        Job { id, task: made.task, raw, name, nonce, spiffe_id: made.spiffe_id, tls, capability, client }
+        Job { id, task: made.task, raw, name, spiffe_id: made.spiffe_id, tls, capability, client }
     }
 
     /// As [`Self::offered`], and its executor has called `start`.
