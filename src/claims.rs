@@ -31,6 +31,9 @@ pub enum Stop {
     Cancelled,
     /// The environment's time is over.
     Deadline,
+    /// Gitea does not have the task any more, or not for us. There is nothing to report: what comes under this id later is another
+    /// job (rule R4).
+    Gone,
 }
 
 /// How a task ends when the controller ends it. SUCCESS is not among them: only an environment can earn that.
@@ -188,6 +191,11 @@ impl Claims {
     /// Nobody else acts on the assignment while the answer lives; `None`: somebody does.
     pub fn begin(&self, assignment: AssignmentId) -> Option<Busy> {
         self.lock().busy.insert(assignment).then(|| Busy { assignment, claims: self.clone() })
+    }
+
+    /// All assignments on which somebody acts right now.
+    pub fn busy(&self) -> Vec<AssignmentId> {
+        self.lock().busy.iter().copied().collect()
     }
 
     pub fn is_busy(&self, assignment: AssignmentId) -> bool {

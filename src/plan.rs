@@ -143,6 +143,7 @@ fn served(facts: &Facts, claim: &Claim, environment: &Observed) -> Option<Step> 
         Phase::Pending | Phase::Running => None,
     };
     match (&claim.phase, &claim.stop) {
+        (_, Some((Stop::Gone, _))) => Some(remove(environment, Removal::Stray)),
         // Gitea has it, the marker is missing yet: settling again is a no-op at Gitea and sets it.
         (ClaimPhase::Terminal, _) => Some(remove(environment, Removal::Terminal)),
         (ClaimPhase::Offered { .. }, Some((stop, _))) => settle(verdict_of(*stop), reason_of(*stop).into()),
@@ -204,6 +205,7 @@ fn vanished_step(claim: &Claim) -> Step {
     match (&claim.phase, &claim.stop) {
         _ if claim.superseded => Step::Remove { name, assignment, why: Removal::Superseded },
         (ClaimPhase::Terminal, _) => Step::Remove { name, assignment, why: Removal::Terminal },
+        (_, Some((Stop::Gone, _))) => Step::Remove { name, assignment, why: Removal::Stray },
         (_, Some((stop, _))) => Step::Settle { name, assignment, verdict: verdict_of(*stop), reason: reason_of(*stop).into() },
         (ClaimPhase::Offered { .. }, None) => Step::MakeAgain { name, assignment, why: NoStart::Vanished },
         (ClaimPhase::Claimed, None) => {
@@ -215,7 +217,7 @@ fn vanished_step(claim: &Claim) -> Step {
 
 pub fn verdict_of(stop: Stop) -> Verdict {
     match stop {
-        Stop::Cancelled => Verdict::Cancelled,
+        Stop::Cancelled | Stop::Gone => Verdict::Cancelled,
         Stop::Deadline => Verdict::Failure,
     }
 }
@@ -224,6 +226,7 @@ fn reason_of(stop: Stop) -> &'static str {
     match stop {
         Stop::Cancelled => "The job was cancelled",
         Stop::Deadline => "The environment reached its time limit (deadline)",
+        Stop::Gone => "Gitea does not have the job any more",
     }
 }
 

@@ -89,9 +89,10 @@ impl Reconciler {
         let began = Instant::now();
         // Claims and the queue are read before the backend: an environment that is made meanwhile is then one without a
         // claim, and too young to be a stray; the other way round a new claim would look like a vanished environment.
-        let claims = self.claims.of_backend(self.backend.kind());
+        // The queue comes first of all: the scheduler supersedes an old environment, and only then queues the new job of its id.
         let queued = self.queue.list(self.backend.kind().lane()).await.ok();
         let queued = queued.map(|all| all.into_iter().map(|q| q.task.assignment()).collect::<HashSet<_>>());
+        let claims = self.claims.of_backend(self.backend.kind());
         let environments = self.backend.list().await?;
         let busy = environments.iter().map(|e| e.assignment).chain(claims.iter().map(|c| c.assignment));
         let facts = Facts {
@@ -115,7 +116,8 @@ impl Reconciler {
         Ok(())
     }
 
-    /// Quick steps at once, the others beside the pass.
+    /// Quick steps at once, the others beside the pass. Those hold their assignment from here on, so that nobody takes it for
+    /// forgotten before they run.
     async fn begin(&self, step: Step, environments: &[Observed], steps: &mut Steps) {
         let find = |name: &EnvironmentName| environments.iter().find(|e| &e.name == name).cloned();
         match step {
@@ -136,15 +138,27 @@ impl Reconciler {
             }
             Step::Remove { name, assignment, why } => {
                 let (this, environment) = (self.clone(), find(&name));
-                steps.spawn(async move { this.remove(name, environment, assignment, why).await });
+                let Some(busy) = self.claims.begin(assignment) else { return };
+                steps.spawn(async move {
+                    this.remove(name, environment, assignment, why).await;
+                    drop(busy);
+                });
             }
             Step::MakeAgain { name, assignment, why } => {
                 let (this, environment) = (self.clone(), find(&name));
-                steps.spawn(async move { this.make_again(name, environment, assignment, why).await });
+                let Some(busy) = self.claims.begin(assignment) else { return };
+                steps.spawn(async move {
+                    this.make_again(name, environment, assignment, why).await;
+                    drop(busy);
+                });
             }
             Step::Settle { name, assignment, verdict, reason } => {
                 let (this, environment) = (self.clone(), find(&name));
-                steps.spawn(async move { this.settle(name, environment, assignment, verdict, reason).await });
+                let Some(busy) = self.claims.begin(assignment) else { return };
+                steps.spawn(async move {
+                    this.settle(name, environment, assignment, verdict, reason).await;
+                    drop(busy);
+                });
             }
         }
     }

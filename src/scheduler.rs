@@ -70,7 +70,18 @@ struct Turn {
     /// `None`: must be declared again.
     declared: Option<Vec<String>>,
     errors: Backoff,
+    doubt: Doubt,
     registration: Registration,
+}
+
+/// Whether an answer may have been lost, and a task with it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Doubt {
+    No,
+    /// A question failed, and Gitea has not answered since.
+    Unanswered,
+    /// Gitea answers again: to be looked at before the next question.
+    Due,
 }
 
 impl Scheduler {
@@ -120,6 +131,9 @@ impl Scheduler {
                 Err(e) => return self.failed(turn, &e),
             }
         }
+        if turn.doubt == Doubt::Due && !self.probe_again(turn, pass).await {
+            return;
+        }
         if turn.forced_at <= Instant::now() {
             versions.reset();
             turn.forced_at = Instant::now() + FORCED_INTERVAL;
@@ -127,6 +141,28 @@ impl Scheduler {
         while turn.fetches.len() < turn.burst {
             let (this, versions, pass) = (Arc::clone(self), Arc::clone(versions), *pass);
             turn.fetches.spawn(async move { this.fetch_pass(&versions, &pass).await });
+        }
+    }
+
+    /// Rule R3 again, after a failed question. `false`: not done yet, and nothing may be asked.
+    async fn probe_again(&self, turn: &mut Turn, pass: &LeaderPass) -> bool {
+        if !turn.fetches.is_empty() {
+            // What they bring is not stored yet, and would be taken for lost.
+            return false;
+        }
+        match self.probe_pass(pass).await {
+            Ok(lost) => {
+                if lost > 0 {
+                    tracing::warn!(lost, "failed tasks whose answers were lost between Gitea and us");
+                }
+                turn.doubt = Doubt::No;
+                true
+            }
+            Err(e) => {
+                tracing::warn!(error = %e, "failed to probe for lost tasks; will try again before fetching");
+                turn.next_at = Instant::now() + turn.errors.step();
+                false
+            }
         }
     }
 
@@ -188,6 +224,9 @@ impl Scheduler {
         self.metrics.fetch_requests.get_or_create(&ResultLabel { result }).inc();
         self.metrics.fetch_last_success.set(unix_seconds());
         turn.errors.reset();
+        if turn.doubt == Doubt::Unanswered {
+            turn.doubt = Doubt::Due;
+        }
         turn.registration.confirmed();
         self.say(FetchState::Asking);
     }
@@ -195,6 +234,7 @@ impl Scheduler {
     /// Backs off, whatever it was: one poisoned job makes every FetchTask fail, and must not be hammered on.
     fn failed(&self, turn: &mut Turn, error: &RpcError) {
         turn.burst = 1;
+        turn.doubt = Doubt::Unanswered;
         let unregistered = error.fault == RpcFault::Unregistered;
         let result = if unregistered { "unregistered" } else { "error" };
         self.metrics.fetch_requests.get_or_create(&ResultLabel { result }).inc();
@@ -234,6 +274,7 @@ impl Turn {
             forced_at: now + FORCED_INTERVAL,
             declared: None,
             errors: Backoff::new(Duration::from_secs(1), Duration::from_secs(30)),
+            doubt: Doubt::No,
             registration: Registration::default(),
         }
     }

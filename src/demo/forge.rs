@@ -15,7 +15,7 @@ use tokio::{net::TcpListener, sync::Semaphore, task::JoinHandle};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 pub use self::{
-    faults::{Fault, Method, Seen, Times},
+    faults::{Fault, Method, Report, Reported, Seen, Times},
     job::{JobId, JobSpec, Needs, RunId, RunWhen, StepSpec, workflow_text},
     state::{Backup, JobStatus},
     view::{JobView, RunnerView, StepView},
@@ -184,6 +184,12 @@ impl Forge {
         self.inner.announce();
     }
 
+    /// The next search for a job gives the last task once more, as it was: an answer that came twice.
+    pub fn give_again(&self) {
+        self.state().give_again();
+        self.announce();
+    }
+
     /// Deletes a job and its task, as deleting its repository does.
     pub fn forget(&self, job: JobId) {
         self.state().forget(job);
@@ -241,6 +247,11 @@ impl Forge {
     /// The last requests, oldest first; bounded at 100,000.
     pub fn seen(&self) -> Vec<Seen> {
         self.inner.record().seen.iter().cloned().collect()
+    }
+
+    /// The last reports that were taken, oldest first; bounded at 100,000.
+    pub fn reports(&self) -> Vec<Report> {
+        self.inner.record().reports.iter().cloned().collect()
     }
 
     /// How often a call came in, faults included.

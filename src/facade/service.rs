@@ -131,7 +131,7 @@ impl Service {
             Err(e) => {
                 self.count("UpdateTask", e.code);
                 if matches!(e.fault, RpcFault::TaskGone | RpcFault::NotOurTask) {
-                    claims.stop(now.assignment, Stop::Cancelled);
+                    claims.stop(now.assignment, Stop::Gone);
                 }
                 return Err(to_peer(&e));
             }
@@ -244,6 +244,9 @@ impl RunnerService for Service {
             }
             Err(e) => {
                 self.count("UpdateLog", e.code);
+                if matches!(e.fault, RpcFault::TaskGone | RpcFault::NotOurTask) {
+                    self.facade.claims.stop(claim.assignment, Stop::Gone);
+                }
                 Err(to_peer(&e))
             }
         }
@@ -281,7 +284,7 @@ impl EnvironmentService for Service {
         let claim = Self::claim(&ctx)?;
         let stop = match self.fresh(&claim)?.stop {
             None => StopReason::STOP_REASON_NONE,
-            Some((Stop::Cancelled, _)) => StopReason::STOP_REASON_CANCELLED,
+            Some((Stop::Cancelled | Stop::Gone, _)) => StopReason::STOP_REASON_CANCELLED,
             Some((Stop::Deadline, _)) => StopReason::STOP_REASON_DEADLINE,
         };
         Response::ok(PollResponse { stop: stop.into(), ..Default::default() })

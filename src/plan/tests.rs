@@ -131,6 +131,18 @@ fn a_stop_gives_grace_and_then_settles_and_the_deadline_is_a_stop() {
     assert_eq!(plan(&facts), [Step::Stop(TaskId(1).assignment())]);
 }
 
+#[test]
+fn an_environment_whose_task_gitea_does_not_have_goes_without_a_report() {
+    let now = Instant::now();
+    let mut gone = claim(7, 1, ClaimPhase::Claimed, now);
+    gone.stop = Some((Stop::Gone, now));
+    let environment = observed(7, 1, true, false, Phase::Running, 5);
+    for environments in [vec![environment], vec![]] {
+        let steps = plan(&facts(environments, vec![gone.clone()], &[]));
+        assert!(matches!(&steps[..], [Step::Remove { why: Removal::Stray, .. }]), "{steps:?}");
+    }
+}
+
 fn phases() -> impl Strategy<Value = Phase> {
     prop_oneof![Just(Phase::Pending), Just(Phase::Running), Just(Phase::Ended("x".into()))]
 }

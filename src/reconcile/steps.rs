@@ -88,7 +88,6 @@ impl Reconciler {
         assignment: AssignmentId,
         why: Removal,
     ) {
-        let Some(_busy) = self.claims.begin(assignment) else { return };
         let serves = self.claims.get(assignment).is_some_and(|c| c.name == name);
         if serves {
             self.claims.revoke(assignment);
@@ -119,7 +118,6 @@ impl Reconciler {
         assignment: AssignmentId,
         why: NoStart,
     ) {
-        let Some(_busy) = self.claims.begin(assignment) else { return };
         // `start` may have come after the plan was made.
         if self.claims.get(assignment).is_some_and(|c| c.name != name || !matches!(c.phase, ClaimPhase::Offered { .. })) {
             return;
@@ -169,14 +167,18 @@ impl Reconciler {
         verdict: Verdict,
         reason: String,
     ) {
-        let Some(_busy) = self.claims.begin(assignment) else { return };
-        // Its own terminal report may have come after the plan was made.
-        if self.claims.get(assignment).is_some_and(|c| c.name != name || matches!(c.phase, ClaimPhase::Terminal)) {
+        // Its own terminal report may have come after the plan was made, or its task id may be another job's by now.
+        let over = |c: &Claim| c.name != name || c.superseded || matches!(c.phase, ClaimPhase::Terminal);
+        if self.claims.get(assignment).is_some_and(|c| over(&c)) {
             return;
         }
         let claim = self.claims.revoke(assignment);
         if !self.until(Until::Halted, &name).await {
             return;
+        }
+        if self.given_anew(assignment, claim.as_ref()).await {
+            tracing::warn!(assignment = %assignment, executor = %name, "Gitea gave the task id anew; the old job is not reported on");
+            return self.away(&name, environment.as_ref(), assignment).await;
         }
         let backend = self.backend.kind().as_str();
         let outcome = match verdict {
@@ -199,11 +201,22 @@ impl Reconciler {
             Err(e) => tracing::warn!(executor = %name, error = %e, "failed to mark an environment; it is removed all the same"),
         }
         self.complete(assignment).await;
-        if self.until(Until::Gone, &name).await {
-            self.unbind(environment.as_ref()).await;
+        self.away(&name, environment.as_ref(), assignment).await;
+    }
+
+    /// The end of a settled job's environment.
+    async fn away(&self, name: &EnvironmentName, environment: Option<&Observed>, assignment: AssignmentId) {
+        if self.until(Until::Gone, name).await {
+            self.unbind(environment).await;
             self.slots.release(assignment);
             self.claims.forget(assignment);
         }
+    }
+
+    /// Whether the queue holds another job under this id (rule R4): Gitea was restored, and gave the id again.
+    async fn given_anew(&self, assignment: AssignmentId, claim: Option<&Claim>) -> bool {
+        let Some(old) = claim.and_then(|c| c.token_hash) else { return false };
+        self.queued(assignment).await.is_some_and(|known| known.token_hash != old)
     }
 
     async fn report(

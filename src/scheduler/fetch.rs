@@ -78,13 +78,13 @@ impl Scheduler {
     /// `true` once it is durable.
     async fn store(&self, assignment: &Assignment) -> bool {
         let sealed = assignment.seal(&self.keys);
+        // Before it is queued: a claimed environment whose assignment is queued counts as one whose delivery is to be completed,
+        // and that would take the new job out.
+        self.replace_served(assignment);
         let (began, mut backoff) = (Instant::now(), Backoff::new(Duration::from_millis(100), Duration::from_secs(10)));
         loop {
             match self.queue.publish(assignment.lane, assignment.task, &sealed).await {
-                Ok(Published::Stored) => {
-                    self.replace_served(assignment);
-                    return true;
-                }
+                Ok(Published::Stored) => return true,
                 Ok(Published::Duplicate) => match self.replace_queued(assignment).await {
                     Ok(true) => continue,
                     Ok(false) => return false,

@@ -1,6 +1,7 @@
-//! At start: tasks that Gitea gave us and that never reached the disk (rule R3).
+//! At start, and after a question that failed: tasks that Gitea gave us and that never reached the disk (rule R3).
 //!
-//! A crash between FetchTask's answer and the commit is the one gap that cannot be closed: Gitea gives a task once. Its ids
+//! A crash between FetchTask's answer and the commit is the one gap that cannot be closed, and so is an answer that a broken
+//! connection swallowed: Gitea gives a task once. Its ids
 //! only grow, so what is ours, running, and unknown around the highest stored id is such a task. It is failed at once, with
 //! its reason, instead of after Gitea's ten minutes.
 
@@ -19,7 +20,7 @@ use crate::{
         RpcError,
         report::{self, Settlement, Wish},
     },
-    ids::{BackendKind, Lane, TaskId},
+    ids::{AssignmentId, BackendKind, Lane, TaskId},
     leader::LeaderPass,
     queue::QueueError,
 };
@@ -30,7 +31,7 @@ const ABOVE: i64 = 256;
 const UNKNOWN_RUN: u32 = 64;
 
 #[derive(Debug, thiserror::Error)]
-enum ProbeError {
+pub(super) enum ProbeError {
     #[error("ask the queue: {0}")]
     Queue(#[from] QueueError),
     #[error("ask Gitea: {0}")]
@@ -54,8 +55,8 @@ impl Scheduler {
         }
     }
 
-    /// One look; answers how many were lost. Repeating it finds them ended.
-    async fn probe_pass(&self, _: &LeaderPass) -> Result<u32, ProbeError> {
+    /// One look, while no question is in flight; answers how many were lost. Repeating it finds them ended.
+    pub(super) async fn probe_pass(&self, _: &LeaderPass) -> Result<u32, ProbeError> {
         let Some(TaskId(highest)) = self.queue.highest_task().await? else { return Ok(0) };
         let mut known: HashSet<TaskId> = HashSet::new();
         for lane in Lane::ALL {
@@ -64,6 +65,8 @@ impl Scheduler {
         for backend in BackendKind::ALL {
             known.extend(self.claims.of_backend(backend).into_iter().map(|c| c.assignment.task()));
         }
+        // An environment that is settled or removed just now may have neither a claim nor a place in the queue.
+        known.extend(self.claims.busy().into_iter().map(AssignmentId::task));
         // Answers are stored out of order, by as many as are asked for at once.
         let below = i64::try_from(self.capacity.values().sum::<usize>()).unwrap_or(i64::MAX);
         let (mut lost, mut unknown) = (0, 0);
@@ -90,8 +93,8 @@ impl Scheduler {
 
     async fn fail_lost(&self, task: TaskId) -> Result<(), RpcError> {
         self.metrics.lost_fetches.inc();
-        let reason = "The runner's controller was stopped in the moment in which Gitea handed it this job, and the job did not reach \
-                      its disk. It did not run. Please run it again.";
+        let reason = "Gitea handed this job to the runner, but it did not reach its disk: the controller was stopped in that moment, or \
+                      the connection broke. It did not run. Please run it again.";
         let settlement = Settlement {
             verdict: Verdict::Failure,
             reasons: vec![reason.into()],

@@ -1,48 +1,13 @@
 //! A disk that is full: nothing acknowledged is lost, and the queue goes on by itself once there is room.
 
-use std::{
-    path::Path,
-    time::{Duration, Instant},
-};
+use std::time::{Duration, Instant};
 
 use gitea_dynamic_runner::{
     ids::{Lane, TaskId},
     queue::{AssignmentQueue as _, QueueError, QueueHealth, embedded::EmbeddedQueue},
 };
-use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
-use crate::open;
-
-/// A file system of a few MiB, gone when dropped.
-struct SmallDisk(tempfile::TempDir);
-
-impl SmallDisk {
-    /// `None` where this user may not mount.
-    fn new(size: &str) -> Option<Self> {
-        let folder = tempfile::tempdir().unwrap();
-        match tmpfs(folder.path(), size, MsFlags::empty()) {
-            Ok(()) => Some(Self(folder)),
-            Err(error) => {
-                eprintln!("NOT RUN: mounting a small file system needs root ({error})");
-                None
-            }
-        }
-    }
-
-    fn resize(&self, size: &str) {
-        tmpfs(self.0.path(), size, MsFlags::MS_REMOUNT).unwrap();
-    }
-}
-
-impl Drop for SmallDisk {
-    fn drop(&mut self) {
-        umount2(self.0.path(), MntFlags::MNT_DETACH).unwrap();
-    }
-}
-
-fn tmpfs(path: &Path, size: &str, flags: MsFlags) -> nix::Result<()> {
-    mount(Some("tmpfs"), path, Some("tmpfs"), flags, Some(format!("size={size}").as_str()))
-}
+use crate::{open, small_disk::SmallDisk};
 
 fn sealed(task: i64) -> Vec<u8> {
     vec![u8::try_from(task % 251).unwrap(); 20_000]
@@ -73,7 +38,7 @@ async fn all_there(queue: &EmbeddedQueue, up_to: i64) {
 #[tokio::test]
 async fn a_full_disk_loses_nothing_and_heals_by_itself() {
     let Some(disk) = SmallDisk::new("3m") else { return };
-    let path = disk.0.path().join("queue.redb");
+    let path = disk.path().join("queue.redb");
     let queue = open(&path);
     let refused = fill(&queue).await;
     assert!(refused > 10, "{refused}");
@@ -102,7 +67,7 @@ async fn a_full_disk_loses_nothing_and_heals_by_itself() {
 #[tokio::test]
 async fn leases_outlive_a_full_disk_and_the_repair_after_it() {
     let Some(disk) = SmallDisk::new("3m") else { return };
-    let queue = open(&disk.0.path().join("queue.redb"));
+    let queue = open(&disk.path().join("queue.redb"));
     queue.publish(Lane::Vm, TaskId(20_000), b"held").await.unwrap();
     let held = queue.lease(Lane::Vm, Duration::ZERO).await.unwrap().unwrap();
     fill(&queue).await;
@@ -118,11 +83,11 @@ async fn leases_outlive_a_full_disk_and_the_repair_after_it() {
 #[tokio::test]
 async fn a_queue_on_a_full_disk_opens_and_can_be_looked_at() {
     let Some(disk) = SmallDisk::new("3m") else { return };
-    let path = disk.0.path().join("queue.redb");
+    let path = disk.path().join("queue.redb");
     let queue = open(&path);
     let refused = fill(&queue).await;
     drop(queue);
-    let filler = disk.0.path().join("filler");
+    let filler = disk.path().join("filler");
     let full = std::fs::write(&filler, vec![1; 4 << 20]).unwrap_err();
     assert_eq!(full.kind(), std::io::ErrorKind::StorageFull);
 

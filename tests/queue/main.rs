@@ -12,6 +12,8 @@ mod crash;
 mod disk;
 mod embedded;
 mod model;
+#[path = "../support/small_disk.rs"]
+mod small_disk;
 mod suite;
 
 /// A queue, and what must live as long as it.

@@ -1,8 +1,9 @@
-//! The controller under test, as its operator starts it: `register` once, then `serve --standalone` with local backends.
+//! The controller under test, as its operator starts it: `register` once where it needs it, then `serve --standalone` with local backends.
 //!
-//! It is the built binary. What runs because of it is told by the uid range that it was given (as root) or by its folder; when
+//! It is the built binary, at a real Gitea or at the stand-in forge. What runs because of it is told by the uid range that it was given (as root) or by its folder; when
 //! the value is dropped in a passing test, nothing of that may be left.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(dead_code, reason = "each test binary uses its own part")]
 
 use std::{
     collections::BTreeMap,
@@ -11,6 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use gitea_dynamic_runner::ids::TaskId;
 use http::Method;
 use nix::{sys::signal, unistd::Pid};
 
@@ -20,6 +22,8 @@ use super::{am_root, eventually, free_port, gitea::RealGitea, passable, peers_di
 const UIDS: u32 = 64;
 /// The design's limit for SIGTERM while Gitea answers.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
+/// Loopback alone may not read.
+const READ_TOKEN: &str = "may-read";
 
 pub(crate) struct ControllerOptions {
     pub(crate) pod_capacity: u32,
@@ -52,19 +56,30 @@ pub(crate) struct Process {
 }
 
 impl Controller {
-    /// Registered, started and ready on return.
+    /// At a real Gitea: registered, started and ready on return.
     pub(crate) async fn start(gitea: &RealGitea, options: ControllerOptions) -> Self {
-        let folder = gitea.base().join("c");
+        let runner = peers_dir().join("bin/gitea-runner");
+        let mut controller = Self::prepare(gitea.base(), gitea.url(), Some(&runner), options);
+        controller.register(gitea.registration_token());
+        controller.start_again().await;
+        controller
+    }
+
+    /// Its folder below `base` and its settings; nothing runs yet. Without a `runner`, the demo's steps runner is the inner one.
+    pub(crate) fn prepare(base: &Path, gitea_url: &str, runner: Option<&Path>, options: ControllerOptions) -> Self {
+        let folder = base.join("c");
         std::fs::create_dir(&folder).unwrap();
         passable(&folder);
         // Other users must be able to run both, and neither the build's folder nor the cache need be open to them.
         let program = place(env!("CARGO_BIN_EXE_gitea-dynamic-runner").as_ref(), &folder);
-        let runner = place(&peers_dir().join("bin/gitea-runner"), &folder);
+        let runner = runner.map_or_else(|| program.clone(), |runner| place(runner, &folder));
+        let reader = folder.join("read-token");
+        std::fs::write(&reader, READ_TOKEN).unwrap();
         let (facade, http) = (free_port(), free_port());
         // Ports of this machine are given once at a time, so uids derived from one are, too.
         let first_uid = 200_000 + u32::from(http) * UIDS;
         let mut settings = BTreeMap::from([
-            ("GITEA_URL", gitea.url().to_owned()),
+            ("GITEA_URL", gitea_url.to_owned()),
             ("STATE_DIRECTORY", folder.join("state").display().to_string()),
             ("POD_BACKEND", "local".to_owned()),
             ("VM_BACKEND", "local".to_owned()),
@@ -74,6 +89,7 @@ impl Controller {
             ("RUNNER_FACADE_LISTEN", format!("127.0.0.1:{facade}")),
             ("HTTP_LISTEN", format!("127.0.0.1:{http}")),
             ("RUNNER_BIN", runner.display().to_string()),
+            ("READ_TOKEN_FILE", reader.display().to_string()),
             ("LOG_FORMAT", "json".to_owned()),
             ("PATH", std::env::var("PATH").unwrap()),
             ("HOME", folder.display().to_string()),
@@ -82,12 +98,8 @@ impl Controller {
             settings.insert("LOCAL_UNISOLATED", "1".to_owned());
         }
         settings.extend(options.env);
-        let http = Rest::anonymous(&format!("http://127.0.0.1:{http}"));
-        let gitea_folder = gitea.base().join("gitea");
-        let mut controller = Self { child: None, folder, program, settings, http, first_uid, gitea_folder };
-        controller.register(gitea.registration_token());
-        controller.start_again().await;
-        controller
+        let http = Rest::anonymous(&format!("http://127.0.0.1:{http}")).with_password("reader", READ_TOKEN);
+        Self { child: None, folder, program, settings, http, first_uid, gitea_folder: base.join("gitea") }
     }
 
     fn register(&self, token: &str) {
@@ -100,7 +112,8 @@ impl Controller {
         assert!(said.status.success(), "register: {}\n{out}\n{err}", said.status);
     }
 
-    fn command(&self) -> Command {
+    /// The program with its settings, as the operator has them in his shell.
+    pub(crate) fn command(&self) -> Command {
         let mut command = Command::new(&self.program);
         command.env_clear().envs(&self.settings).current_dir(&self.folder).stdin(Stdio::null());
         command
@@ -108,22 +121,43 @@ impl Controller {
 
     /// After [`Self::kill9`] or [`Self::sigterm`]; ready on return.
     pub(crate) async fn start_again(&mut self) {
+        self.spawn();
+        self.ready().await;
+    }
+
+    /// Starts it, and does not wait for it.
+    pub(crate) fn spawn(&mut self) {
         assert!(self.child.is_none(), "it runs already");
         let log = std::fs::File::options().create(true).append(true).open(self.log_file()).unwrap();
         let mut command = self.command();
         command.args(["serve", "--standalone"]).stdout(log.try_clone().unwrap()).stderr(log);
         self.child = Some(command.spawn().unwrap());
+    }
+
+    /// Waits until it is ready.
+    pub(crate) async fn ready(&mut self) {
         let Self { child, http, .. } = self;
         let ready = eventually("the controller is ready", Duration::from_secs(20), async || {
             if let Some(status) = child.as_mut().unwrap().try_wait().unwrap() {
                 return Some(Err(status));
             }
-            let answer = http.send(Method::GET, "/readyz", &[], "".into()).await.ok()?;
-            answer.status.is_success().then_some(Ok(()))
+            readiness(http).await.is_some_and(|reasons| reasons.is_empty()).then_some(Ok(()))
         });
         if let Err(status) = ready.await {
             panic!("the controller ended at its start: {status}");
         }
+    }
+
+    /// Why it is not ready, in its own words; empty if it is, `None` if it does not answer.
+    pub(crate) async fn readiness(&self) -> Option<String> {
+        readiness(&self.http).await
+    }
+
+    /// The value of one series; `None` if it is not there, or nobody answers.
+    pub(crate) async fn metric(&self, series: &str) -> Option<f64> {
+        let answer = self.http.send(Method::GET, "/metrics", &[], "".into()).await.ok()?;
+        let text = answer.text();
+        text.lines().find_map(|line| line.strip_prefix(&format!("gitea_dynamic_runner_{series} "))?.parse().ok())
     }
 
     /// The crash that nothing can prepare for.
@@ -151,6 +185,12 @@ impl Controller {
     /// All that it has logged, over its restarts.
     pub(crate) fn log(&self) -> String {
         std::fs::read_to_string(self.log_file()).unwrap_or_default()
+    }
+
+    /// How often it has logged an event about a task.
+    pub(crate) fn events(&self, event: &str, task: TaskId) -> usize {
+        let (event, assignment) = (format!("\"event\":\"{event}\""), format!("\"assignment\":\"{}\"", task.assignment()));
+        self.log().lines().filter(|line| line.contains(&event) && line.contains(&assignment)).count()
     }
 
     /// The names of the environments that exist, by the controller's own metadata on disk.
@@ -231,6 +271,11 @@ impl Drop for Controller {
             assert!(ended.is_none_or(|status| status.is_some()), "the controller did not end within {STOP_LIMIT:?} of a SIGTERM");
         }
     }
+}
+
+async fn readiness(http: &Rest) -> Option<String> {
+    let answer = http.send(Method::GET, "/readyz", &[], "".into()).await.ok()?;
+    Some(if answer.status.is_success() { String::new() } else { answer.text() })
 }
 
 /// Ends it by SIGTERM, or after the limit by SIGKILL (`None`).

@@ -1,4 +1,4 @@
-//! What stories against a real Gitea share: a server ([`gitea`]), a controller ([`controller`]), and a gate that jobs wait at.
+//! What stories with the whole controller share: a server ([`gitea`]), a controller ([`controller`]), and a gate that jobs wait at.
 //!
 //! Everything started here is stopped by the process id that was recorded for it, and listens on loopback only. A wait is always
 //! for a condition and always has a limit ([`eventually`]).
@@ -17,6 +17,7 @@ pub(crate) mod controller;
 pub(crate) mod gitea;
 pub(crate) mod official;
 pub(crate) mod rest;
+pub(crate) mod small_disk;
 pub(crate) mod standin;
 
 /// Asks again until there is an answer; panics with `what` after `limit`.

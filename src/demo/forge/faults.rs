@@ -2,12 +2,15 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    ops::Range,
     time::{Duration, Instant},
 };
 
 use connectrpc::ErrorCode;
 
-/// Requests remembered one by one; older ones only count.
+use crate::{ids::TaskId, proto::runner::TaskResult};
+
+/// Requests, and reports, remembered one by one; older requests only count.
 const MAX_SEEN: usize = 100_000;
 
 /// A call of the protocol.
@@ -52,6 +55,23 @@ pub struct Seen {
     pub at: Instant,
     /// Of its body.
     pub bytes: usize,
+    /// How long the client says it waits (`Connect-Timeout-Ms`).
+    pub patience: Option<Duration>,
+}
+
+/// A report that was taken, from whichever runner.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Report {
+    pub task: TaskId,
+    pub what: Reported,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Reported {
+    /// UpdateLog: where its rows go, and how many rows the log had then.
+    Rows { rows: Range<i64>, held: i64 },
+    /// UpdateTask: a result (UNSPECIFIED while it runs), and how many steps it lists.
+    State { result: TaskResult, steps: usize },
 }
 
 impl Method {
@@ -103,6 +123,7 @@ impl Faults {
 #[derive(Default)]
 pub(super) struct Record {
     pub(super) seen: VecDeque<Seen>,
+    pub(super) reports: VecDeque<Report>,
     pub(super) counts: BTreeMap<Method, u64>,
 }
 
@@ -115,5 +136,12 @@ impl Record {
             self.seen.pop_front();
         }
         self.seen.push_back(seen);
+    }
+
+    pub(super) fn add_report(&mut self, task: i64, what: Reported) {
+        if self.reports.len() == MAX_SEEN {
+            self.reports.pop_front();
+        }
+        self.reports.push_back(Report { task: TaskId(task), what });
     }
 }

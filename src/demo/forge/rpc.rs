@@ -8,6 +8,7 @@ use connectrpc::{ConnectError, Encodable, ErrorCode, RequestContext, Response, S
 
 use super::{
     Inner,
+    faults::Reported,
     state::{Refusal, Runner, State},
 };
 use crate::proto::{ping, runner as rpc};
@@ -104,6 +105,8 @@ impl rpc::RunnerService for Service {
     ) -> ServiceResult<impl Encodable<rpc::UpdateTaskResponse> + Send + use<'a>> {
         let request = request.to_owned_message();
         let answer = self.as_runner(&ctx, |state, runner| state.update_task(runner, &request))?;
+        let result = request.state.result.as_known().unwrap_or(rpc::TaskResult::RESULT_UNSPECIFIED);
+        self.0.record().add_report(request.state.id, Reported::State { result, steps: request.state.steps.len() });
         self.0.announce();
         Response::ok(answer)
     }
@@ -115,6 +118,8 @@ impl rpc::RunnerService for Service {
     ) -> ServiceResult<impl Encodable<rpc::UpdateLogResponse> + Send + use<'a>> {
         let request = request.to_owned_message();
         let ack_index = self.as_runner(&ctx, |state, runner| state.update_log(runner, &request))?;
+        let ends = request.index.saturating_add(i64::try_from(request.rows.len()).unwrap_or(i64::MAX));
+        self.0.record().add_report(request.task_id, Reported::Rows { rows: request.index..ends, held: ack_index });
         self.0.announce();
         Response::ok(rpc::UpdateLogResponse { ack_index, ..Default::default() })
     }

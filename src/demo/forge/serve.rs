@@ -2,7 +2,10 @@
 //!
 //! Each connection has a token of its own to cut it, because an answer can only be lost by losing its connection.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use axum::{
     Router,
@@ -99,7 +102,9 @@ async fn admit(Shared(inner): Shared<Arc<Inner>>, request: Request, next: Next) 
     };
     let path = parts.uri.path().to_owned();
     let method = Method::of_path(&path);
-    inner.record().add(Seen { method, path: path.clone(), at: Instant::now(), bytes: body.len() });
+    let patience = parts.headers.get("connect-timeout-ms").and_then(|value| value.to_str().ok()?.parse().ok());
+    let patience = patience.map(Duration::from_millis);
+    inner.record().add(Seen { method, path: path.clone(), at: Instant::now(), bytes: body.len(), patience });
     let connection = parts.extensions.get::<Connection>().cloned();
     let request = Request::from_parts(parts, Body::from(body));
     let Some(method) = method else {

@@ -127,6 +127,9 @@ pub(super) struct State {
     /// Bytes of all logs held.
     pub(super) log_bytes: usize,
     waiting: BTreeSet<(u64, JobId)>,
+    /// The task that was handed out last, and whether it is to be handed out once more.
+    last_given: Option<rpc::Task>,
+    again: bool,
     waited: u64,
     last_run: i64,
     last_task: i64,
@@ -143,6 +146,8 @@ impl State {
             tasks: BTreeMap::new(),
             log_bytes: 0,
             waiting: BTreeSet::new(),
+            last_given: None,
+            again: false,
             waited: 0,
             last_run: 0,
             last_task: 0,
@@ -180,11 +185,20 @@ impl State {
         if row.disabled || (row.ephemeral && self.busy(runner)) {
             return Ok(None);
         }
+        if std::mem::take(&mut self.again) {
+            return Ok(self.last_given.clone());
+        }
         let matches = |job: &Job| job.spec.labels.iter().all(|label| row.labels.contains(label));
         let found = self.waiting.iter().find(|(_, id)| self.jobs.get(id).is_some_and(matches)).copied();
         let Some((order, id)) = found else { return Ok(None) };
         self.waiting.remove(&(order, id));
-        Ok(self.claim(id, runner, root_url))
+        self.last_given = self.claim(id, runner, root_url);
+        Ok(self.last_given.clone())
+    }
+
+    pub(super) fn give_again(&mut self) {
+        self.again = self.last_given.is_some();
+        self.version += 1;
     }
 
     fn busy(&self, runner: i64) -> bool {
