@@ -113,7 +113,7 @@ fn outside(found: BTreeSet<String>, of: &Environment) -> BTreeSet<String> {
     let (folder, uid) = (format!("{}/", of.folder.display()), format!(" of uid {} ", of.uid));
     found
         .into_iter()
-        .filter(|place| !place.contains(&folder) && !(place.contains(" in environ") && place.contains(&uid)))
+        .filter(|place| !(place.contains(&folder) || place.contains(" in environ") && place.contains(&uid)))
         .collect()
 }
 

@@ -302,7 +302,7 @@ async fn path_tricks_at_its_own_bridge_reach_nothing() {
         format!("POST /api/./actions/{service}"),
         format!("POST /api/%61ctions/{service}"),
         format!("POST /api%2factions/{service}"),
-        format!("POST /api%2Factions%2Frunner.v1.RunnerService%2FUpdateTask?trick"),
+        "POST /api%2Factions%2Frunner.v1.RunnerService%2FUpdateTask?trick".to_owned(),
         format!("POST /api/%2561ctions/{service}"),
         format!("POST /API/Actions/{service}"),
         format!("POST /api\\actions/{service}"),

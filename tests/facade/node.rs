@@ -115,7 +115,6 @@ pub(crate) struct Job {
     /// The task as Gitea gave it.
     pub(crate) raw: Vec<u8>,
     pub(crate) name: EnvironmentName,
-    pub(crate) nonce: Nonce,
     pub(crate) spiffe_id: String,
     pub(crate) tls: Arc<rustls::ClientConfig>,
     pub(crate) capability: Secret,
@@ -199,7 +198,7 @@ impl Node {
         let tls = self.tls(&nonce, &made.spiffe_id).await;
         let capability = self.claims.key().capability(made.id, &nonce);
         let client = self.client(&tls, made.task, &capability);
-        Job { id, task: made.task, raw, name, nonce, spiffe_id: made.spiffe_id, tls, capability, client }
+        Job { id, task: made.task, raw, name, spiffe_id: made.spiffe_id, tls, capability, client }
     }
 
     /// As [`Self::offered`], and its executor has called `start`.
