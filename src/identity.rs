@@ -29,7 +29,7 @@ pub struct Identity {
     client: ConfigBuilder<ClientConfig, WantsVerifier>,
 }
 
-/// The peer of a connection, put into the extensions of each of its requests by [`serve`].
+/// The peer of a connection, put into the extensions of each of its requests by [`serve()`].
 #[derive(Debug, Clone)]
 pub struct PeerId {
     /// `spiffe://…`, exactly one URI SAN, verified.
@@ -41,7 +41,7 @@ pub struct PeerId {
     pub connection: CancellationToken,
 }
 
-/// What [`serve`] lets its peers take.
+/// What [`serve()`] lets its peers take.
 #[derive(Debug, Clone)]
 pub struct ServeLimits {
     /// Connections in all, past their handshake.

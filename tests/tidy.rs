@@ -431,7 +431,7 @@ fn every_failure_window_names_a_test_that_exists_or_says_why_there_is_none() {
         faults.extend(
             named.iter().filter(|n| !tests.contains(&format!("fn {n}("))).map(|n| format!("the test {n} does not exist: {gap}")),
         );
-        if named.is_empty() && !shown.strip_prefix("none: ").is_some_and(|why| why.len() > 10) {
+        if named.is_empty() && shown.strip_prefix("none: ").is_none_or(|why| why.len() <= 10) {
             faults.push(format!("names no test, and not why there is none (`none: …`): {gap}"));
         }
     }

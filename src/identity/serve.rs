@@ -41,7 +41,7 @@ const STREAMS_PER_CONNECTION: u32 = 64;
 
 /// Accepts mTLS connections and serves `router` on them, each request with a [`PeerId`] extension, until `shutdown`.
 ///
-/// Returns when all connections are closed: at most [`CLOSING`] and a moment after `shutdown`, whatever the peers do.
+/// Returns when all connections are closed: at most `CLOSING` and a moment after `shutdown`, whatever the peers do.
 pub async fn serve(
     listener: TcpListener,
     tls: Arc<rustls::ServerConfig>,
