@@ -45,7 +45,7 @@ async fn r5_after_a_crash_an_unclaimed_environment_in_a_pool_of_one_is_offered_a
         for _ in 0..4 {
             world.controller.kill9();
             world.controller.start_again().await;
-            assert_eq!(world.controller.environments(), [name.clone()]);
+            assert_eq!(world.controller.environments(), std::slice::from_ref(&name));
         }
         world.forge.clear_faults();
         let view = world.ends_green(job).await;
