@@ -57,14 +57,12 @@ async fn r5_after_a_crash_an_unclaimed_environment_in_a_pool_of_one_is_offered_a
     .await;
 }
 
-/// Kills the executor that is not among `killed`, as soon as it is there.
-async fn kill_the_next_executor(world: &World, killed: &mut Vec<i32>) {
-    let next = eventually("another executor", SOON, async || {
-        world.controller.executors().into_iter().map(|process| process.pid).find(|pid| !killed.contains(pid))
-    });
-    let pid = next.await;
-    signal::kill(Pid::from_raw(pid), signal::SIGKILL).unwrap();
-    killed.push(pid);
+/// Kills the executor of the task's only environment, and waits until the controller knows of `ended` environments without `start`.
+async fn kill_the_executor(world: &World, task: TaskId, ended: usize) {
+    let executor = eventually("an executor", SOON, async || world.controller.executors().first().map(|process| process.pid));
+    signal::kill(Pid::from_raw(executor.await), signal::SIGKILL).unwrap();
+    let known = || world.controller.events("claim_timeout", task) == ended;
+    eventually("the controller knows that it ended", SOON, async || known().then_some(())).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -74,7 +72,7 @@ async fn r5_an_environment_that_ends_before_start_is_made_again_and_runs() {
         world.hold_starts();
         let job = world.push(world.quick("second try"));
         let task = world.task(job).await;
-        kill_the_next_executor(&world, &mut Vec::new()).await;
+        kill_the_executor(&world, task, 1).await;
         eventually("another environment", SOON, async || (world.controller.events("executor_created", task) == 2).then_some(()))
             .await;
         world.forge.clear_faults();
@@ -92,14 +90,9 @@ async fn r5_after_three_environments_that_ended_before_start_the_job_fails_with_
         world.hold_starts();
         let job = world.push(world.quick("never"));
         let task = world.task(job).await;
-        let mut killed = Vec::new();
-        for _ in 0..3 {
-            kill_the_next_executor(&world, &mut killed).await;
+        for ended in 1..=3 {
+            kill_the_executor(&world, task, ended).await;
         }
-        eventually("the third is known to be gone", SOON, async || {
-            (world.controller.events("claim_timeout", task) == 3).then_some(())
-        })
-        .await;
         world.forge.clear_faults();
         let view = world.ended(job).await;
         assert_eq!(view.status, JobStatus::Failure);
