@@ -24,7 +24,7 @@ pub use self::read::{Reader, process_environment};
 /// Where `register` keeps what Gitea gave, below the state directory.
 pub const CREDENTIALS_FILE: &str = "private/credentials.json";
 
-/// Every variable that is read, for the README's table and for `check-config`'s warning about unknown ones.
+/// Every setting, for the README's table (`tests/tidy.rs` compares).
 pub const VARIABLES: [&str; 31] = [
     "GITEA_URL",
     "GITEA_CA_FILE",
