@@ -59,6 +59,8 @@ pub const VARIABLES: [&str; 31] = [
     "LOG_FORMAT",
 ];
 
+const COMPONENTS: [&str; 3] = ["scheduler", "pod-worker", "vm-worker"];
+
 /// The settings of `serve`, whole and consistent.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -162,6 +164,13 @@ impl Config {
         let state_directory = read.state_directory();
         let gitea = read_gitea(&mut read, &state_directory);
         let components = read.list("COMPONENTS", "scheduler,pod-worker,vm-worker");
+        if !components.iter().any(|c| c == "scheduler") || components.iter().any(|c| !COMPONENTS.contains(&c.as_str())) {
+            read.fault(format!(
+                "COMPONENTS={}: a list of {}; this version runs as one process, so `scheduler` must be among them",
+                components.join(","),
+                COMPONENTS.join(", ")
+            ));
+        }
         if mode == Mode::Full {
             full_system_faults(&mut read);
         }

@@ -218,6 +218,8 @@ impl RunnerService for Service {
         let claim = Self::claim(&ctx)?;
         let request = request.to_owned_message();
         self.own_task(&claim, request.state.id)?;
+        let lock = self.facade.claims.report_lock(claim.assignment);
+        let _reporting = lock.lock().await;
         if !matches!(self.fresh(&claim)?.phase, ClaimPhase::Claimed) {
             return Err(ConnectError::new(ErrorCode::FailedPrecondition, "the job was not started; call start first"));
         }
@@ -232,6 +234,10 @@ impl RunnerService for Service {
         let claim = Self::claim(&ctx)?;
         let request = request.to_owned_message();
         self.own_task(&claim, request.task_id)?;
+        // One report at a time, so that when the controller settles a job in its environment's place, none of the environment's
+        // is still under way (rule R7).
+        let lock = self.facade.claims.report_lock(claim.assignment);
+        let _reporting = lock.lock().await;
         if !matches!(self.fresh(&claim)?.phase, ClaimPhase::Claimed) {
             return Err(ConnectError::new(ErrorCode::FailedPrecondition, "the job was not started; call start first"));
         }
