@@ -67,6 +67,8 @@ struct Turn {
     burst: usize,
     next_at: Instant,
     forced_at: Instant,
+    /// A backend's label is withdrawn for want of room, so room is looked for at each change.
+    withheld: bool,
     /// `None`: must be declared again.
     declared: Option<Vec<String>>,
     errors: Backoff,
@@ -100,7 +102,8 @@ impl Scheduler {
                 () = stop.cancelled() => break,
                 Some(joined) = turn.fetches.join_next() => this.answered(&mut turn, joined),
                 () = sleep_until(wake_at), if !full => {}
-                _ = changes.changed() => {}
+                // A job that got its environment leaves room for another.
+                _ = changes.changed() => if turn.withheld { turn.next_at = Instant::now() },
             }
         }
         // A task that Gitea gave us on the way out must become durable: nobody is aborted (rule R1).
@@ -118,6 +121,7 @@ impl Scheduler {
             turn.next_at = Instant::now() + ROOM_INTERVAL * 4;
             return;
         };
+        turn.withheld = labels.len() <= self.capacity.len();
         if turn.declared.as_ref() != Some(&labels) {
             match self.rpc.declare(&self.version, &labels, &self.capabilities).await {
                 Ok(declared) => {
@@ -233,7 +237,7 @@ impl Scheduler {
 
     /// Backs off, whatever it was: one poisoned job makes every FetchTask fail, and must not be hammered on.
     fn failed(&self, turn: &mut Turn, error: &RpcError) {
-        turn.burst = 1;
+        (turn.burst, turn.withheld) = (1, false);
         turn.doubt = Doubt::Unanswered;
         let unregistered = error.fault == RpcFault::Unregistered;
         let result = if unregistered { "unregistered" } else { "error" };
@@ -272,6 +276,7 @@ impl Turn {
             burst: 1,
             next_at: now,
             forced_at: now + FORCED_INTERVAL,
+            withheld: false,
             declared: None,
             errors: Backoff::new(Duration::from_secs(1), Duration::from_secs(30)),
             doubt: Doubt::No,

@@ -37,6 +37,9 @@ fn runners_rows(log: &[String]) -> Vec<String> {
     let about = log[greeting].split_once(" of job ").unwrap().1;
     let mut rows = vec![format!("received a task of job {about}")];
     rows.extend_from_slice(&log[greeting + 1..]);
+    // Gitea ≤ 1.26 seals a log only with a row. When the last rows were delivered before the runner said that no more would come,
+    // that row is an empty one.
+    rows.pop_if(|last| last.is_empty());
     rows
 }
 
@@ -56,7 +59,7 @@ async fn a_two_step_job(version: Version) {
     assert_eq!(steps, ["success", "success"]);
     let log = repository.log(job.id).await;
     assert_eq!(runners_rows(&log), expected, "row by row what the official runner alone reports");
-    let before = log.len() - expected.len();
+    let before = log.iter().position(|row| row.contains("received task")).unwrap();
     assert!(before > 0, "the controller says before it what it did for the job: {log:#?}");
     assert!(!log[..before].iter().any(|row| row.contains(" row")), "no row of the job came early: {log:#?}");
 }
