@@ -173,7 +173,7 @@ async fn prepare(settings: &Settings, facade: &Facade) -> anyhow::Result<Prepare
     let listener = TcpListener::bind(("127.0.0.1", 0)).await.context("bind the bridge")?;
     let address = format!("http://{}", listener.local_addr().context("read the bridge's address")?);
     let closing = CancellationToken::new();
-    let tls = crate::gitea::tls::towards_gitea(settings.gitea_ca_file.as_deref())?;
+    let tls = crate::gitea::tls::towards_gitea(&settings.gitea_url, settings.gitea_ca_file.as_deref())?;
     let announced = task.announced.clone();
     let proxy = Proxy::new(&settings.gitea_url, announced, &address, &tls, &settings.proxies, closing.clone())?;
     Ok(Prepared { task, server_capabilities, program, folders, listener, address, proxy: Arc::new(proxy), closing })

@@ -84,7 +84,7 @@ impl RunnerRpc {
             token.set_sensitive(true);
             headers.insert("x-runner-token", token);
         }
-        let tls = tls::towards_gitea(ca_file)?;
+        let tls = tls::towards_gitea(url, ca_file)?;
         Self::connecting(proxies, url, &tls, headers)
     }
 

@@ -10,10 +10,13 @@ use rustls_pki_types::pem::PemObject as _;
 use super::ClientFault;
 
 /// A client configuration that trusts the system's roots and those in `ca_file` (PEM).
-pub fn towards_gitea(ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, ClientFault> {
+pub fn towards_gitea(url: &str, ca_file: Option<&Path>) -> Result<Arc<ClientConfig>, ClientFault> {
     let mut roots = RootCertStore::empty();
-    // A machine without any root certificates can still speak plain http, so their absence is no fault here.
-    roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    // Reading some 140 certificates costs every environment a part of its start, so it is done only where they are asked for. A
+    // machine without any can still speak plain http, so their absence is no fault here.
+    if !url.starts_with("http://") {
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+    }
     if let Some(file) = ca_file {
         let fault = |e: String| ClientFault(format!("GITEA_CA_FILE {}: {e}", file.display()));
         let certs = CertificateDer::pem_file_iter(file)
