@@ -31,7 +31,7 @@ fn executor_process() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let ending = runtime.block_on(async {
         let settings = Settings::from_environment(&|name| std::env::var(name).ok()).unwrap();
-        let tls = tls::towards_gitea(None).unwrap();
+        let tls = tls::towards_gitea("http://127.0.0.1", None).unwrap();
         let facade = Facade::new(&settings.facade_url, tls, settings.assignment, &settings.capability).unwrap();
         executor::serve(settings, facade, executor::stopped_by_signals().unwrap()).await
     });
