@@ -6,6 +6,8 @@
 
 use sha2::{Digest as _, Sha256};
 
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
 use crate::{
     ids::{AssignmentId, Lane, TaskId},
     secret::SecretBytes,
@@ -49,6 +51,13 @@ pub struct Assignment {
     pub refusal: Option<String>,
     /// The task as Gitea sent it; one that is too large (and so refused) is cut one byte above the limit.
     pub raw: SecretBytes,
+}
+
+impl Assignment {
+    /// When Gitea handed the task out.
+    pub fn fetched_at(&self) -> SystemTime {
+        UNIX_EPOCH + Duration::from_millis(self.fetched_at_ms)
+    }
 }
 
 /// An envelope that cannot be taken at its word.

@@ -121,10 +121,6 @@ impl Daemon {
         Ok(Addresses { facade: self.facade_listener.local_addr()?, http: self.http_listener.local_addr()? })
     }
 
-    pub fn metrics(&self) -> &Metrics {
-        &self.core.metrics
-    }
-
     /// Runs until `stop`, or until an essential task ends. Environments go on after it.
     pub async fn run(self, stop: CancellationToken) -> Result<(), RunError> {
         let Daemon { core, facade_listener, http_listener } = self;
@@ -132,12 +128,7 @@ impl Daemon {
         let (serving, is_serving) = watch::channel(false);
         let mut running = Running::default();
         let parts = Parts { core: &core, binder: Binder::Embedded(core.authority.clone()), begin: running.begin.clone() };
-        let health = Health {
-            scheduler: scheduler_status,
-            serving: is_serving,
-            stopping: running.begin.clone(),
-            warnings: core.tools.missing.clone(),
-        };
+        let health = Health { scheduler: scheduler_status, serving: is_serving, stopping: running.begin.clone() };
         running.serving("http", http::serve(http_listener, parts.http(health).router(), running.serve.clone()));
         let (identity, reconcilers) = tokio::select! {
             started = parts.start() => started.map_err(RunError::Start)?,

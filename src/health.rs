@@ -15,8 +15,6 @@ pub struct Health {
     /// Environments were counted and the facade serves.
     pub serving: watch::Receiver<bool>,
     pub stopping: tokio_util::sync::CancellationToken,
-    /// What was missing at start; shown, but no reason not to be ready.
-    pub warnings: Vec<String>,
 }
 
 impl Health {

@@ -141,7 +141,7 @@ impl Waiting {
             reasons: vec!["The job was cancelled before it had an environment.".into()],
             steps: known.as_ref().map_or(0, |k| k.steps),
             known_steps: Vec::new(),
-            started_at: known.map_or_else(SystemTime::now, |k| SystemTime::UNIX_EPOCH + Duration::from_millis(k.fetched_at_ms)),
+            started_at: known.as_ref().map_or_else(SystemTime::now, Assignment::fetched_at),
         };
         report::settle_until(&self.rpc, task, &settlement, stop).await
     }

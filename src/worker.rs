@@ -255,8 +255,8 @@ impl Workshop {
     async fn settle(&self, assignment: &Assignment, verdict: Verdict, reasons: Vec<String>, stop: &CancellationToken) -> bool {
         let lock = self.claims.report_lock(assignment.id);
         let _reporting = lock.lock().await;
-        let started_at = std::time::UNIX_EPOCH + Duration::from_millis(assignment.fetched_at_ms);
-        let settlement = Settlement { verdict, reasons, steps: assignment.steps, known_steps: Vec::new(), started_at };
+        let (steps, started_at) = (assignment.steps, assignment.fetched_at());
+        let settlement = Settlement { verdict, reasons, steps, known_steps: Vec::new(), started_at };
         report::settle_until(&self.rpc, assignment.task, &settlement, stop).await
     }
 

@@ -46,6 +46,14 @@ impl Service {
         now.ok_or_else(|| ConnectError::permission_denied("denied: the environment was revoked"))
     }
 
+    /// Reports count only after `start` (rule R7).
+    fn started(&self, claim: &Claim) -> Result<(), ConnectError> {
+        match self.fresh(claim)?.phase {
+            ClaimPhase::Claimed => Ok(()),
+            _ => Err(ConnectError::new(ErrorCode::FailedPrecondition, "the job was not started; call start first")),
+        }
+    }
+
     fn own_task(&self, claim: &Claim, task: i64) -> Result<(), ConnectError> {
         if task == claim.assignment.task().0 {
             return Ok(());
@@ -220,9 +228,7 @@ impl RunnerService for Service {
         self.own_task(&claim, request.state.id)?;
         let lock = self.facade.claims.report_lock(claim.assignment);
         let _reporting = lock.lock().await;
-        if !matches!(self.fresh(&claim)?.phase, ClaimPhase::Claimed) {
-            return Err(ConnectError::new(ErrorCode::FailedPrecondition, "the job was not started; call start first"));
-        }
+        self.started(&claim)?;
         Response::ok(self.report(&claim, request, &ctx).await?)
     }
 
@@ -238,9 +244,7 @@ impl RunnerService for Service {
         // is still under way (rule R7).
         let lock = self.facade.claims.report_lock(claim.assignment);
         let _reporting = lock.lock().await;
-        if !matches!(self.fresh(&claim)?.phase, ClaimPhase::Claimed) {
-            return Err(ConnectError::new(ErrorCode::FailedPrecondition, "the job was not started; call start first"));
-        }
+        self.started(&claim)?;
         let rows = u64::try_from(request.rows.len()).unwrap_or(0);
         match self.facade.rpc.update_log(request).await {
             Ok(ack_index) => {

@@ -57,9 +57,7 @@ impl Reconciler {
             steps: environment.steps,
             phase,
             offered_at: Instant::now(),
-            fetched_at: known
-                .as_ref()
-                .map_or(environment.created_at, |k| std::time::UNIX_EPOCH + Duration::from_millis(k.fetched_at_ms)),
+            fetched_at: known.as_ref().map_or(environment.created_at, Assignment::fetched_at),
             token_hash: known.map(|k| k.token_hash),
             stop: None,
             superseded: false,

@@ -1,6 +1,6 @@
 //! Making one environment and offering the task to it; every way in which that can fail ends in a clear answer.
 
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
@@ -136,7 +136,7 @@ impl Workshop {
             steps: assignment.steps,
             phase: ClaimPhase::Offered { raw: assignment.raw.clone() },
             offered_at: Instant::now(),
-            fetched_at: UNIX_EPOCH + Duration::from_millis(assignment.fetched_at_ms),
+            fetched_at: assignment.fetched_at(),
             token_hash: Some(assignment.token_hash),
             stop: None,
             superseded: false,
@@ -149,7 +149,7 @@ impl Workshop {
 
     /// For the user who looks at the job's page at Gitea. Failing costs only these rows.
     async fn say_made(&self, assignment: &Assignment, environment: &Observed) {
-        let waited = SystemTime::now().duration_since(UNIX_EPOCH + Duration::from_millis(assignment.fetched_at_ms));
+        let waited = assignment.fetched_at().elapsed();
         let rows = [
             format!(
                 "Environment {} was made for this job ({}), {:.1} s after Gitea handed it out.",
