@@ -107,6 +107,8 @@ impl RunnerRpc {
             Client::builder(TokioExecutor::new())
                 .pool_timer(TokioTimer::new())
                 .pool_idle_timeout(Duration::from_secs(30))
+                // The facade allows an environment four connections, and the pool opens more than it needs in a race.
+                .pool_max_idle_per_host(2)
                 .build::<_, ClientBody>(connector),
         );
         let config = ClientConfig::new(base)

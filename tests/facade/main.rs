@@ -288,7 +288,7 @@ async fn a_flood_is_slowed_and_the_other_jobs_are_not() {
     let (wild, calm) = (node.started(job("wild")).await, node.started(job("calm")).await);
     let refused = async {
         loop {
-            let flood = futures::future::join_all((0..3).map(|_| wild.client.poll())).await;
+            let flood = futures::future::join_all((0..2).map(|_| wild.client.poll())).await;
             if let Some(error) = flood.into_iter().find_map(Result::err) {
                 return error;
             }
