@@ -17,6 +17,7 @@ use crate::{
     backoff::Backoff,
     claims::Claims,
     config::{BackendConfig, Config, GiteaConfig, LocalSettings, tools::Tools},
+    environment::Target,
     facade::Facade,
     gitea::RunnerRpc,
     health::Health,
@@ -32,7 +33,7 @@ use crate::{
     slots::Slots,
     supervise::EndedEarly,
     waiting::Waiting,
-    worker::{self, Target, Workshop},
+    worker::{self, Workshop},
 };
 
 mod running;
@@ -297,9 +298,22 @@ impl Parts<'_> {
         }
     }
 
-    fn workshop(&self) -> Workshop {
-        let Core { config, rpc, queue, pass, keys, claims, leases, metrics, facade_url, .. } = self.core;
+    fn target(&self) -> Target {
+        let Core { config, facade_url, .. } = self.core;
         let seconds = |backend: &Option<BackendConfig>| backend.as_ref().map_or(14_400, |b| b.timeout_seconds);
+        Target {
+            instance: config.gitea.instance(),
+            facade_url: facade_url.clone(),
+            facade_spiffe_id: config.identity.facade_spiffe_id.clone(),
+            gitea_url: config.gitea.url.clone(),
+            gitea_ca_file: config.gitea.ca_file.clone(),
+            pod_deadline_seconds: seconds(&config.pod),
+            vm_deadline_seconds: seconds(&config.vm),
+        }
+    }
+
+    fn workshop(&self) -> Workshop {
+        let Core { rpc, queue, pass, keys, claims, leases, metrics, .. } = self.core;
         Workshop {
             rpc: rpc.clone(),
             queue: Arc::clone(queue),
@@ -310,15 +324,7 @@ impl Parts<'_> {
             binder: self.binder.clone(),
             metrics: metrics.clone(),
             pass: *pass,
-            target: Target {
-                instance: config.gitea.instance(),
-                facade_url: facade_url.clone(),
-                facade_spiffe_id: config.identity.facade_spiffe_id.clone(),
-                gitea_url: config.gitea.url.clone(),
-                gitea_ca_file: config.gitea.ca_file.clone(),
-                pod_deadline_seconds: seconds(&config.pod),
-                vm_deadline_seconds: seconds(&config.vm),
-            },
+            target: self.target(),
         }
     }
 
@@ -364,6 +370,7 @@ impl Parts<'_> {
             rules: self.rules(),
             keys: core.keys.clone(),
             binder: self.binder.clone(),
+            target: self.target(),
             metrics: core.metrics.clone(),
             pass: core.pass,
             stop_grace: if self.cleans_up() { plan::STOP_GRACE_CLEANUP } else { plan::STOP_GRACE },

@@ -1,8 +1,9 @@
 //! An environment: what is asked of a backend, and what a backend shows. Data only.
 
-use std::time::SystemTime;
+use std::{path::PathBuf, time::SystemTime};
 
 use crate::{
+    assignment::Assignment,
     ids::{AssignmentId, BackendKind, EnvironmentName, InstanceId, Nonce},
     secret::Secret,
     task::Trust,
@@ -13,6 +14,43 @@ use crate::{
 pub struct JobNeeds {
     pub trust: Trust,
     pub needs_docker: Option<String>,
+}
+
+/// What an environment is told about us.
+#[derive(Debug, Clone)]
+pub struct Target {
+    pub instance: InstanceId,
+    pub facade_url: String,
+    pub facade_spiffe_id: String,
+    pub gitea_url: String,
+    pub gitea_ca_file: Option<PathBuf>,
+    pub pod_deadline_seconds: u64,
+    pub vm_deadline_seconds: u64,
+}
+
+impl Target {
+    /// The environment of this nonce for an assignment; the same whenever it is asked for.
+    pub fn spec(&self, backend: BackendKind, assignment: &Assignment, nonce: Nonce, capability: Secret) -> EnvironmentSpec {
+        EnvironmentSpec {
+            name: EnvironmentName::new(&self.instance, assignment.task, &nonce),
+            instance: self.instance.clone(),
+            assignment: assignment.id,
+            capability,
+            nonce,
+            repository: assignment.repository.clone(),
+            job_key: assignment.job_key.clone(),
+            spiffe_id: assignment.spiffe_id.clone(),
+            steps: assignment.steps,
+            facade_url: self.facade_url.clone(),
+            facade_spiffe_id: self.facade_spiffe_id.clone(),
+            gitea_url: self.gitea_url.clone(),
+            gitea_ca_file: self.gitea_ca_file.clone(),
+            deadline_seconds: match backend {
+                BackendKind::Pod => self.pod_deadline_seconds,
+                BackendKind::Vm => self.vm_deadline_seconds,
+            },
+        }
+    }
 }
 
 /// All that a backend needs to make one environment.
@@ -30,7 +68,7 @@ pub struct EnvironmentSpec {
     pub facade_url: String,
     pub facade_spiffe_id: String,
     pub gitea_url: String,
-    pub gitea_ca_file: Option<std::path::PathBuf>,
+    pub gitea_ca_file: Option<PathBuf>,
     /// Seconds from create until the environment is stopped, whatever the job does.
     pub deadline_seconds: u64,
 }
@@ -54,7 +92,7 @@ pub struct Observed {
     /// The uid that its processes have, where the backend gives one of its own (for the socket's peer check).
     pub uid: Option<u32>,
     /// `SPIFFE_ENDPOINT_SOCKET` of the environment, where the controller itself must serve it (local backends).
-    pub workload_socket: Option<std::path::PathBuf>,
+    pub workload_socket: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]

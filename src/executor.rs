@@ -24,7 +24,7 @@ use self::{
     stop::{Stop, StopCause},
     task::RunnerTask,
 };
-use crate::{backoff::Backoff, gitea::RpcError, identity::Identity, proto::environment::StopReason, secret::Secret};
+use crate::{backoff::Backoff, failpoint, gitea::RpcError, identity::Identity, proto::environment::StopReason, secret::Secret};
 
 mod bridge;
 mod delivery;
@@ -134,6 +134,7 @@ pub async fn serve(settings: Settings, facade: Facade, stop: Stop) -> Ending {
         }
     };
     // A stop in between may leave a `start` that the facade took: the controller then settles a claim without an environment.
+    failpoint::reached("executor.prepared");
     let started = tokio::select! {
         started = retried(START_LIMIT, || facade.start()) => started.map_err(anyhow::Error::from),
         _ = stop.asked() => Err(anyhow::anyhow!("stopped before start was answered")),
@@ -214,10 +215,12 @@ async fn run_job(settings: Settings, facade: Facade, stop: Stop, prepared: Prepa
     let serving = tokio::spawn(bridge::serve(listener, bridge, proxy, closing.clone()));
     let polling = tokio::spawn(closing.clone().run_until_cancelled_owned(poll(facade.clone(), stop.clone())));
     let delivery = tokio::spawn(Delivery { spool: spool.clone(), facade, stop: stop.clone() }.deliver());
+    failpoint::reached("executor.started");
     if stop.seen().is_none() {
         let child = runner::spawn(&program, &config, &folders, &settings.job_environment)?;
         wait_for_runner(child, program.major, &stop).await;
     }
+    failpoint::reached("executor.exited");
     {
         let mut spool = spool.lock();
         spool.runner_exited(stop.seen().map(StopCause::told));

@@ -32,6 +32,7 @@ pub fn write_by(beside: &Path, path: &Path, bytes: &[u8], durable: Durable) -> i
     if durable == Durable::Disk {
         file.sync_all()?;
     }
+    crate::failpoint::reached("files.written");
     fs::rename(beside, path)?;
     if durable == Durable::Disk { sync_folder_of(path) } else { Ok(()) }
 }

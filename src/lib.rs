@@ -7,6 +7,7 @@ pub mod assignment;
 pub mod backoff;
 pub mod claims;
 pub mod environment;
+pub mod failpoint;
 pub mod files;
 pub mod ids;
 pub mod names;

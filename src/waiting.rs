@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     assignment::{Assignment, Rules, seal::SealKeys},
     claims::{Claims, Stop, Verdict},
+    failpoint,
     gitea::{
         RpcError, RunnerRpc,
         report::{self, Settlement, Wish},
@@ -124,6 +125,7 @@ impl Waiting {
         if wish == Wish::Cancelled && !self.settle(task, stop).await {
             return;
         }
+        failpoint::reached("waiting.settled");
         // Only now, after Gitea took the end (rule R9). Dying before this, the next look finds it over again.
         if let Err(e) = self.leases.complete(self.queue.as_ref(), lane, task).await {
             tracing::warn!(assignment = %id, error = %e, "failed to take a cancelled assignment out of the queue; will try again");

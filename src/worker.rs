@@ -3,7 +3,7 @@
 //! A slot first, then a lease: a full pool leaves its assignments in the queue, in order. What becomes of an environment once it
 //! is offered is `reconcile`'s.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{sync::Arc, time::Duration};
 
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -13,12 +13,14 @@ use crate::{
     backend::Backend,
     backoff::Backoff,
     claims::{Claims, Verdict},
+    environment::Target,
+    failpoint,
     gitea::{
         RunnerRpc,
         report::{self, Settlement, Wish},
     },
     identity::binder::Binder,
-    ids::{BackendKind, InstanceId, Lane, TaskId},
+    ids::{Lane, TaskId},
     leader::LeaderPass,
     metrics::Metrics,
     queue::{AssignmentQueue, Lease, held::Leases},
@@ -49,18 +51,6 @@ pub struct Workshop {
     pub metrics: Metrics,
     pub pass: LeaderPass,
     pub target: Target,
-}
-
-/// What an environment is told about us.
-#[derive(Debug, Clone)]
-pub struct Target {
-    pub instance: InstanceId,
-    pub facade_url: String,
-    pub facade_spiffe_id: String,
-    pub gitea_url: String,
-    pub gitea_ca_file: Option<PathBuf>,
-    pub pod_deadline_seconds: u64,
-    pub vm_deadline_seconds: u64,
 }
 
 /// The worker of one backend, until `stop`. What it has begun is finished or given back to the queue.
@@ -150,10 +140,12 @@ async fn worker_pass(
         // After a restart an environment is offered without a lease (rule R5); its `start` takes the assignment out by id.
         return shop.give_back(lease, ALREADY_DELAY).await;
     }
+    failpoint::reached("worker.leased");
     shop.leases.hold(lease);
     match shop.make(backend, &assignment, stop).await {
         make::Made::Offered => {}
         make::Made::Over => {
+            failpoint::reached("worker.over");
             shop.over(assignment.lane, assignment.task).await;
             shop.claims.forget(id);
             slots.release(id);
@@ -179,6 +171,7 @@ async fn refusals_pass(shop: &Workshop, lease: Lease, stop: &CancellationToken) 
             let reason = assignment.refusal.clone().unwrap_or_else(|| "No backend serves this job.".into());
             if shop.fail(&assignment, vec![reason.clone()], stop).await {
                 tracing::info!(assignment = %id, reason, "failed a job that cannot be served");
+                failpoint::reached("refused.settled");
                 shop.over(lane, task).await;
                 shop.claims.forget(id);
             }
@@ -228,6 +221,7 @@ impl Workshop {
                 tracing::warn!(task = %task, error = %e, "failed to fail an unreadable job; Gitea will after ten minutes");
             }
         }
+        failpoint::reached("worker.unreadable");
         if let Err(e) = self.queue.reject(lease.clone(), reason).await {
             tracing::warn!(task = %lease.task, error = %e, "failed to write a dead letter; it comes back");
         }
@@ -274,13 +268,6 @@ impl Workshop {
                 () = backoff.wait() => {}
                 () = stop.cancelled() => return None,
             }
-        }
-    }
-
-    fn deadline_seconds(&self, backend: BackendKind) -> u64 {
-        match backend {
-            BackendKind::Pod => self.target.pod_deadline_seconds,
-            BackendKind::Vm => self.target.vm_deadline_seconds,
         }
     }
 }

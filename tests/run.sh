@@ -6,6 +6,7 @@
 #       lint     formatting, clippy, documentation, dependencies (licences, sources, one crypto provider), shell scripts
 #       unit     everything that needs nothing but this machine
 #       gitea    stories against a real Gitea (two versions) and the official runner
+#       chaos    crashes at every failpoint, kills at random, and the fault matrix of docs/faults.md
 #
 # PEERS_DIR (default ~/.cache/gitea-dynamic-runner/peers) keeps the neighbours and tools that are built or downloaded: about ten
 # minutes once, seconds afterwards. As root, missing Debian packages are installed; otherwise they are named.
@@ -13,7 +14,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all_groups=(lint unit gitea)
+all_groups=(lint unit gitea chaos)
 nextest_version=0.9.148
 deny_version=0.20.2
 shellcheck_version=0.11.0.1
@@ -109,6 +110,8 @@ prepare_gitea() {
     bash tests/peers/install-gitea.sh server
 }
 
+prepare_chaos() { prepare_gitea; }
+
 shell_scripts() { git ls-files '*.sh' .ci/run; }
 
 check_shell() {
@@ -129,6 +132,7 @@ run_lint() {
   local failed=0
   step "cargo fmt" cargo fmt --check || failed=1
   step "clippy" cargo clippy --locked --all-targets --quiet -- -D warnings || failed=1
+  step "clippy with failpoints" cargo clippy --locked --all-targets --quiet --features failpoints -- -D warnings || failed=1
   RUSTDOCFLAGS="-D warnings" step "cargo doc" cargo doc --locked --no-deps --document-private-items --quiet || failed=1
   # No advisories: their database is a git repository that an offline or fenced-in machine cannot reach.
   step "cargo deny" cargo deny --config .deny.toml --locked --log-level warn check licenses bans sources || failed=1
@@ -137,8 +141,23 @@ run_lint() {
   return $failed
 }
 
-# FILTER. One summary for all groups that are Rust tests, as nextest's last lines.
-run_nextest() { step "tests" cargo nextest run --locked --no-fail-fast -E "$1"; }
+# Which tests a group has.
+gitea_tests='(binary(real_gitea) | test(/^real_gitea::/))'
+chaos_tests='binary(chaos)'
+unit_tests="not ($gitea_tests | $chaos_tests)"
+
+# One run for all groups that are Rust tests, with nextest's summary as its last lines. All of them with the failpoints, which do
+# nothing unless a test names one: so everything is built once.
+run_nextest() {
+  local group filter=''
+  for group in unit gitea chaos; do
+    if has "$group"; then
+      local tests=${group}_tests
+      filter+="${filter:+ | }(${!tests})"
+    fi
+  done
+  [ -z "$filter" ] || step "tests" cargo nextest run --locked --no-fail-fast --features failpoints -E "$filter"
+}
 
 # Where tests put their folders: short (socket paths), passable for other users (jobs have their own), swept at the end.
 open_scratch() {
@@ -185,9 +204,6 @@ exec 9>&-
 open_scratch
 failed=0
 if has lint; then run_lint || failed=1; fi
-if has unit; then step "documentation tests" cargo test --locked --doc --quiet || failed=1; fi
-if has unit && has gitea; then run_nextest 'all()' || failed=1
-elif has unit; then run_nextest 'not (binary(real_gitea) | test(/^real_gitea::/))' || failed=1
-elif has gitea; then run_nextest 'binary(real_gitea) | test(/^real_gitea::/)' || failed=1
-fi
+if has unit; then step "documentation tests" cargo test --locked --doc --quiet --features failpoints || failed=1; fi
+run_nextest || failed=1
 exit $failed

@@ -33,6 +33,7 @@ const ROOMS: &[(&str, Layer)] = &[
     ("backoff", Layer::Fact),
     ("claims", Layer::Fact),
     ("environment", Layer::Fact),
+    ("failpoint", Layer::Fact),
     ("files", Layer::Fact),
     ("ids", Layer::Fact),
     ("names", Layer::Fact),
@@ -431,9 +432,31 @@ fn every_failure_window_names_a_test_that_exists_or_says_why_there_is_none() {
         faults.extend(
             named.iter().filter(|n| !tests.contains(&format!("fn {n}("))).map(|n| format!("the test {n} does not exist: {gap}")),
         );
-        if named.is_empty() && shown.strip_prefix("none: ").is_none_or(|why| why.len() <= 10) {
+        let crashes = shown.contains("`failpoint ");
+        if gap.contains("crash") && !crashes && !shown.contains("no failpoint: ") {
+            faults.push(format!("names no failpoint, and not why there is none (`no failpoint: …`): {gap}"));
+        }
+        if named.is_empty() && !crashes && shown.strip_prefix("none: ").is_none_or(|why| why.len() <= 10) {
             faults.push(format!("names no test, and not why there is none (`none: …`): {gap}"));
         }
     }
     assert_none(&faults);
+}
+
+/// What stands between `before` and `after`, wherever they do.
+fn between<'t>(text: &'t str, before: &str, after: &str) -> BTreeSet<&'t str> {
+    text.split(before).skip(1).filter_map(|rest| rest.split_once(after)).map(|(name, _)| name).collect()
+}
+
+#[test]
+fn every_failpoint_stands_among_the_failure_windows_and_is_crashed_at() {
+    let sources = sources();
+    let code: BTreeSet<&str> = sources.iter().flat_map(|source| between(&source.text, "failpoint::reached(\"", "\"")).collect();
+    assert!(code.len() > 30, "failpoints are found: {code:?}");
+    let windows = page("docs/failure-windows.md");
+    assert_eq!(between(&windows, "`failpoint ", "`"), code);
+    let tests = page("tests/chaos/failpoints.rs");
+    let (_, listed) = tests.split_once("\ncrash_at! {").unwrap();
+    let (listed, _) = listed.split_once("\n}").unwrap();
+    assert_eq!(between(listed, "    \"", "\" =>"), code);
 }

@@ -12,6 +12,7 @@ use clap::Args;
 
 use crate::{
     config::{self, CREDENTIALS_FILE, Faults, Reader, StoredCredentials, tools},
+    failpoint,
     files::{self, Durable},
     gitea::{RunnerRpc, connect::Proxies, register::register},
     secret::Secret,
@@ -82,6 +83,7 @@ async fn registered(args: Register) -> anyhow::Result<String> {
             )));
         }
     };
+    failpoint::reached("register.answered");
     let stored = StoredCredentials {
         url: url.clone(),
         id: runner.id,

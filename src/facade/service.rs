@@ -11,6 +11,7 @@ use super::{Admitted, Facade, verdict};
 use crate::{
     backend::{BackendError, Mark},
     claims::{Claim, ClaimPhase, Stop},
+    failpoint,
     gitea::{RpcError, RpcFault, report},
     metrics::{BackendLabel, BackendOutcome, MethodCode, ReasonLabel},
     names::header,
@@ -86,10 +87,12 @@ impl Service {
             Err(BackendError::NotFound) => return Err(ConnectError::permission_denied("denied: the environment was revoked")),
             Err(e) => return Err(ConnectError::unavailable(e.to_string())),
         }
+        failpoint::reached("start.marked");
         leases
             .complete(queue.as_ref(), now.backend.lane(), task)
             .await
             .map_err(|e| ConnectError::unavailable(format!("complete delivery: {e}")))?;
+        failpoint::reached("start.completed");
         claims.claimed(now.assignment, &now.nonce);
         if matches!(now.phase, ClaimPhase::Offered { .. }) {
             let (since_fetch, since_offer) = (now.fetched_at.elapsed().unwrap_or_default(), now.offered_at.elapsed());
@@ -158,12 +161,14 @@ impl Service {
     async fn ended(&self, claim: &Claim, state: &TaskState) -> Result<(), ConnectError> {
         let Facade { claims, backends, pass, metrics, .. } = &self.facade;
         // We may die before the mark: the environment reports again, Gitea keeps its first result, and the mark is set then.
+        failpoint::reached("terminal.accepted");
         if let Some(backend) = backends.get(&claim.backend) {
             match backend.mark(&claim.name, Mark::Terminal, pass).await {
                 Ok(()) | Err(BackendError::NotFound) => {}
                 Err(e) => return Err(ConnectError::unavailable(format!("mark environment: {e}"))),
             }
         }
+        failpoint::reached("terminal.marked");
         if matches!(self.fresh(claim).map(|c| c.phase), Ok(ClaimPhase::Terminal)) {
             return Ok(());
         }

@@ -13,6 +13,7 @@ use super::{RpcError, RpcFault, RunnerRpc};
 use crate::{
     backoff::Backoff,
     claims::Verdict,
+    failpoint,
     ids::TaskId,
     proto::runner::{LogRow, StepState, TaskResult, TaskState, UpdateLogRequest, UpdateTaskRequest},
 };
@@ -87,7 +88,9 @@ pub async fn log_length(rpc: &RunnerRpc, task: TaskId) -> Result<i64, RpcError> 
 /// by index; a status row may then be said again in other words.
 pub async fn say(rpc: &RunnerRpc, task: TaskId, rows: &[String]) -> Result<i64, RpcError> {
     let index = log_length(rpc, task).await?;
-    append(rpc, task, index, rows, false).await
+    let length = append(rpc, task, index, rows, false).await;
+    failpoint::reached("report.said");
+    length
 }
 
 async fn append(rpc: &RunnerRpc, task: TaskId, index: i64, rows: &[String], no_more: bool) -> Result<i64, RpcError> {
@@ -114,7 +117,9 @@ pub async fn settle(rpc: &RunnerRpc, task: TaskId, settlement: &Settlement) -> R
         let length = append(rpc, task, index, rows, true).await?;
         Ok::<_, RpcError>((index, length))
     };
-    let (index, length) = match logged.await {
+    let logged = logged.await;
+    failpoint::reached("settle.sealed");
+    let (index, length) = match logged {
         Ok(span) => span,
         Err(e) if e.fault == RpcFault::LogSealed => (0, 0),
         Err(e) if over(&e) => return Ok(()),

@@ -18,7 +18,7 @@ use tokio::{net::UnixListener, sync::Mutex, task::JoinHandle, time::timeout};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
 use super::IdentityError;
-use crate::{files, spiffe_name::MAX_TRUST_DOMAIN};
+use crate::{failpoint, files, spiffe_name::MAX_TRUST_DOMAIN};
 
 mod ca;
 mod workload_api;
@@ -230,6 +230,7 @@ fn publish(socket: &Path, peer_uid: Option<u32>) -> Result<UnixListener, Identit
     let listener = UnixListener::bind(&beside).map_err(|e| failed("bind", e))?;
     let mode = if peer_uid.is_some() { 0o666 } else { 0o600 };
     fs::set_permissions(&beside, fs::Permissions::from_mode(mode)).map_err(|e| failed("set the mode of", e))?;
+    failpoint::reached("identity.bound");
     fs::rename(&beside, socket).map_err(|e| failed("publish", e))?;
     Ok(listener)
 }

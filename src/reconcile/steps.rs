@@ -5,9 +5,10 @@ use std::time::{Duration, Instant};
 use super::Reconciler;
 use crate::{
     assignment::Assignment,
-    backend::{BackendError, Gone, Mark, Observed},
+    backend::{BackendError, Gone, Mark, Observed, Phase},
     backoff::Backoff,
     claims::{Claim, ClaimPhase, Verdict},
+    failpoint,
     gitea::report::{self, Settlement},
     ids::{AssignmentId, EnvironmentName},
     metrics::{BackendOutcome, BackendReason, ResultLabel},
@@ -58,14 +59,28 @@ impl Reconciler {
             phase,
             offered_at: Instant::now(),
             fetched_at: known.as_ref().map_or(environment.created_at, Assignment::fetched_at),
-            token_hash: known.map(|k| k.token_hash),
+            token_hash: known.as_ref().map(|k| k.token_hash),
             stop: None,
             superseded: false,
             known_steps: Vec::new(),
         });
+        if let Some(known) = known.as_ref().filter(|_| environment.phase == Phase::Pending) {
+            self.finish_making(environment, known).await;
+        }
         self.metrics.recovered_jobs.get_or_create(&ResultLabel { result: "reattached" }).inc();
         tracing::info!(event = "executor_found", assignment = %assignment, backend = %environment.backend, executor = %environment.name,
             claimed = environment.claimed, "environment {} goes on", environment.name);
+    }
+
+    /// Whoever made it may have died halfway: made again under its own name, which adopts what is there.
+    async fn finish_making(&self, environment: &Observed, known: &Assignment) {
+        let nonce = environment.nonce.clone();
+        let capability = self.claims.key().capability(known.id, &nonce);
+        let spec = self.target.spec(environment.backend, known, nonce, capability);
+        if let Err(e) = self.backend.ensure(&spec, &self.pass).await {
+            tracing::warn!(assignment = %known.id, executor = %environment.name, error = %e,
+                "failed to finish an environment that a crash left half made; it is replaced when it does not start");
+        }
     }
 
     async fn queued(&self, assignment: AssignmentId) -> Option<Assignment> {
@@ -98,6 +113,7 @@ impl Reconciler {
         if !self.until(Until::Gone, &name).await {
             return;
         }
+        failpoint::reached("remove.gone");
         self.unbind(environment.as_ref()).await;
         // A duplicate has no slot of its own.
         if why != Removal::Duplicate {
@@ -125,6 +141,7 @@ impl Reconciler {
             return;
         }
         self.unbind(environment.as_ref()).await;
+        failpoint::reached("again.gone");
         let how = match &why {
             NoStart::Ended(how) => how.clone(),
             NoStart::ClaimTimeout => "it did not take the job within 4 minutes".into(),
@@ -174,6 +191,7 @@ impl Reconciler {
         if !self.until(Until::Halted, &name).await {
             return;
         }
+        failpoint::reached("settle.halted");
         if self.given_anew(assignment, claim.as_ref()).await {
             tracing::warn!(assignment = %assignment, executor = %name, "Gitea gave the task id anew; the old job is not reported on");
             return self.away(&name, environment.as_ref(), assignment).await;
@@ -190,6 +208,7 @@ impl Reconciler {
         if !self.report(assignment, verdict, reason, steps, claim.as_ref()).await {
             return;
         }
+        failpoint::reached("settle.reported");
         self.metrics.jobs_completed.get_or_create(&BackendOutcome { backend, outcome }).inc();
         if verdict == Verdict::Failure {
             self.metrics.infra_failures.get_or_create(&BackendReason { backend, reason: "lost" }).inc();
@@ -198,6 +217,7 @@ impl Reconciler {
             Ok(()) | Err(BackendError::NotFound) => {}
             Err(e) => tracing::warn!(executor = %name, error = %e, "failed to mark an environment; it is removed all the same"),
         }
+        failpoint::reached("settle.marked");
         self.complete(assignment).await;
         self.away(&name, environment.as_ref(), assignment).await;
     }

@@ -7,6 +7,7 @@ use crate::{
     assignment::Assignment,
     backoff::Backoff,
     claims::Verdict,
+    failpoint,
     gitea::{
         RpcError,
         report::{self, Settlement},
@@ -42,6 +43,7 @@ impl Scheduler {
                     // Here is the one gap that cannot be closed: we may die before the task is on disk. The next start
                     // probes for it and fails it at once (rule R3, `probe`).
                     self.metrics.assignments_unpersisted.inc();
+                    failpoint::reached("fetch.answered");
                     self.take(raw, Instant::now()).await;
                     self.metrics.assignments_unpersisted.dec();
                     Outcome::Stored
@@ -68,6 +70,7 @@ impl Scheduler {
         };
         let (id, lane) = (assignment.id, assignment.lane);
         if self.store(&assignment).await {
+            failpoint::reached("fetch.stored");
             self.metrics.assignments.get_or_create(&LaneLabel { lane: lane.as_str() }).inc();
             self.metrics.assignment_persist_duration.observe(answered.elapsed().as_secs_f64());
             tracing::info!(event = "received", assignment = %id, backend = %lane, repository = %assignment.repository,
@@ -119,6 +122,8 @@ impl Scheduler {
         }
         tracing::warn!(assignment = %assignment.id, "Gitea gave a known task id anew (a restored backup?); the old job goes first");
         self.queue.cancel(held.lane, assignment.task).await?;
+        // We may die before the new one is stored: it is found as one whose answer was lost (rule R3).
+        failpoint::reached("fetch.replaced");
         Ok(true)
     }
 

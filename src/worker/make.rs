@@ -7,10 +7,11 @@ use tokio_util::sync::CancellationToken;
 use super::Workshop;
 use crate::{
     assignment::Assignment,
-    backend::{Backend, BackendError, Ensured, EnvironmentSpec, JobNeeds, Observed, Phase},
+    backend::{Backend, BackendError, Ensured, JobNeeds, Observed, Phase},
     claims::{Claim, ClaimPhase, Offered, Verdict},
+    failpoint,
     gitea::report::{self, Wish},
-    ids::{EnvironmentName, Nonce},
+    ids::Nonce,
     metrics::{BackendOutcome, BackendReason},
 };
 
@@ -48,13 +49,16 @@ impl Workshop {
         if existing.is_none() {
             tracing::debug!(event = "executor_absent", assignment = %assignment.id, backend = %backend.kind(), "no environment yet");
         }
-        let spec = self.spec(backend, assignment, existing.as_ref());
+        let nonce = existing.map_or_else(Nonce::random, |e| e.nonce);
+        let capability = self.claims.key().capability(assignment.id, &nonce);
+        let spec = self.target.spec(backend.kind(), assignment, nonce, capability);
         // We may die after the environment exists and before it is offered: the next start finds it by its metadata and offers
         // it, because its assignment is still queued.
         let (how, environment) = match backend.ensure(&spec, &self.pass).await {
             Ok(made) => made,
             Err(e) => return self.not_made(backend, assignment, &e, stop).await,
         };
+        failpoint::reached("worker.made");
         let outcome = match how {
             Ensured::Created => "created",
             Ensured::Adopted => "adopted",
@@ -65,6 +69,7 @@ impl Workshop {
             "{outcome} environment {} for {}", environment.name, assignment.id);
         // Offered before it has an identity, so that its first call cannot come too early.
         self.offer(assignment, &environment);
+        failpoint::reached("worker.offered");
         if let Err(e) = self.binder.bind(&environment).await {
             self.claims.revoke(assignment.id);
             tracing::warn!(event = "identity_target_pending", assignment = %assignment.id, executor = %environment.name, error = %e,
@@ -102,27 +107,6 @@ impl Workshop {
                 tracing::info!(assignment = %assignment.id, "Gitea does not have the job any more; no environment is made");
                 Some(Made::Over)
             }
-        }
-    }
-
-    fn spec(&self, backend: &dyn Backend, assignment: &Assignment, existing: Option<&Observed>) -> EnvironmentSpec {
-        let nonce = existing.map_or_else(Nonce::random, |e| e.nonce.clone());
-        let target = &self.target;
-        EnvironmentSpec {
-            name: EnvironmentName::new(&target.instance, assignment.task, &nonce),
-            instance: target.instance.clone(),
-            assignment: assignment.id,
-            capability: self.claims.key().capability(assignment.id, &nonce),
-            nonce,
-            repository: assignment.repository.clone(),
-            job_key: assignment.job_key.clone(),
-            spiffe_id: assignment.spiffe_id.clone(),
-            steps: assignment.steps,
-            facade_url: target.facade_url.clone(),
-            facade_spiffe_id: target.facade_spiffe_id.clone(),
-            gitea_url: target.gitea_url.clone(),
-            gitea_ca_file: target.gitea_ca_file.clone(),
-            deadline_seconds: self.deadline_seconds(backend.kind()),
         }
     }
 

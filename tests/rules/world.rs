@@ -1,5 +1,6 @@
 //! A stand-in forge, a controller that is registered there, and a gate that jobs wait at.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(dead_code, reason = "each test binary uses its own part")]
 
 use std::{path::Path, time::Duration};
 

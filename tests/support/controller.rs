@@ -160,6 +160,23 @@ impl Controller {
         text.lines().find_map(|line| line.strip_prefix(&format!("gitea_dynamic_runner_{series} "))?.parse().ok())
     }
 
+    /// A setting for its next start; `None` takes it away.
+    pub(crate) fn set(&mut self, name: &'static str, value: Option<String>) {
+        match value {
+            Some(value) => drop(self.settings.insert(name, value)),
+            None => drop(self.settings.remove(name)),
+        }
+    }
+
+    /// Waits until it ends itself by SIGKILL, as it does at a failpoint.
+    pub(crate) async fn crashes(&mut self, limit: Duration) {
+        use std::os::unix::process::ExitStatusExt as _;
+        let child = self.child.as_mut().unwrap();
+        let status = eventually("the controller crashes", limit, async || child.try_wait().unwrap()).await;
+        assert_eq!(status.signal(), Some(9), "it ended by itself: {status}");
+        self.child = None;
+    }
+
     /// The crash that nothing can prepare for.
     pub(crate) fn kill9(&mut self) {
         let mut child = self.child.take().unwrap();

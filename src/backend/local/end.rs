@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     backend::Gone,
-    files,
+    failpoint, files,
     ids::EnvironmentName,
     process::{self, ProcessIdentity, Send},
 };
@@ -46,12 +46,14 @@ pub(super) fn end(layout: &Layout, name: &EnvironmentName, claimed: bool) -> io:
     if remove_tree(&layout.env_root(), name.as_str(), until)? == Removed::Partly {
         return Ok(Gone::Leaving);
     }
+    failpoint::reached("local.emptied");
     state::unlink(&layout.socket(name))?;
     if claimed {
         state::unlink(&layout.log(name))?;
     }
     prune_logs(&layout.logs())?;
     layout.remove_records(name)?;
+    failpoint::reached("local.forgotten");
     // A crash before this line may bring the record back: then it names an environment of which nothing is left, and ends once more.
     files::sync_folder_of(&layout.record(name))?;
     Ok(Gone::Gone)

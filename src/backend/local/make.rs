@@ -29,6 +29,7 @@ use super::{
 };
 use crate::{
     backend::{BackendError, Ensured, EnvironmentSpec},
+    failpoint,
     ids::EnvironmentName,
     names::{env, metadata},
     process,
@@ -146,6 +147,10 @@ impl Maker<'_> {
         if let Some(file) = &self.config.runner_bin {
             variables.push((env::RUNNER_BIN, text(file)?));
         }
+        #[cfg(feature = "failpoints")]
+        let at = std::env::var(failpoint::EXECUTOR_VARIABLE).ok();
+        #[cfg(feature = "failpoints")]
+        variables.extend(at.map(|at| (failpoint::VARIABLE, at)));
         let mut variables: Vec<(String, String)> = variables.into_iter().map(|(k, v)| (k.to_owned(), v)).collect();
         variables.extend(self.config.proxy.iter().cloned());
         if let Some((key, _)) = variables.iter().find(|(key, value)| key.contains('\0') || value.contains('\0')) {
@@ -195,6 +200,7 @@ pub(super) fn prepare(mut plan: Plan) -> io::Result<Prepared> {
                 plan.record.uid = Some(free_uid(&layout, base)?);
             }
             state::write_json(&layout.record(&name), &plan.record, Durable::Disk)?;
+            failpoint::reached("local.recorded");
             Ensured::Created
         }
     };
@@ -209,6 +215,7 @@ pub(super) fn prepare(mut plan: Plan) -> io::Result<Prepared> {
         )));
     }
     make_folders(&layout.env(&name), plan.record.uid)?;
+    failpoint::reached("local.foldered");
     drop(state::open_lock(&layout.lock(&name))?);
     Ok(Prepared { ensured, order: Some(plan.order) })
 }
@@ -263,6 +270,7 @@ pub(super) async fn start(self_exe: &Path, order: Order, changed: &Arc<Notify>) 
     command.arg("local-keeper").env_clear().current_dir("/");
     command.stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs))).stdout(Stdio::null()).stderr(Stdio::null());
     let mut keeper = command.spawn().with_context(|| format!("start {}", self_exe.display()))?;
+    failpoint::reached("local.kept");
     // The command holds the keeper's end of the socket; without it the keeper's death can be seen.
     drop(command);
     let changed = changed.clone();

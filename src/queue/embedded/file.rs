@@ -21,7 +21,7 @@ use super::{
     stored::{self, Failure, Step},
 };
 use crate::{
-    files,
+    failpoint, files,
     queue::{QueueError, QueueHealth},
 };
 
@@ -254,6 +254,7 @@ fn create_if_missing(path: &Path) -> Result<(), QueueError> {
         Err(Failure::Refused(error)) => return Err(error),
     }
     database.close().map_err(|error| store_error(&new, error.into()))?;
+    failpoint::reached("queue.new");
     fs::rename(&new, path).map_err(|error| unavailable("name", path, &error))?;
     files::sync_folder_of(path).map_err(|error| unavailable("sync the folder of", path, &error))
 }
