@@ -34,7 +34,7 @@ pub fn reached(name: &'static str) {
     if wanted == name && REACHED.fetch_add(1, Ordering::SeqCst) + 1 == *times {
         // No destructor, no flush, no signal handler: what is not on disk or at a neighbour is lost.
         let own = nix::unistd::Pid::this();
-        drop(nix::sys::signal::kill(own, nix::sys::signal::SIGKILL));
+        nix::sys::signal::kill(own, nix::sys::signal::SIGKILL).ok();
         loop {
             std::thread::park();
         }
