@@ -64,6 +64,8 @@ pub struct Claim {
     pub steps: u32,
     pub phase: ClaimPhase,
     pub offered_at: Instant,
+    /// When the environment last asked anything, at the earliest when it was offered or adopted. A bridge asks every two seconds.
+    pub heard_at: Instant,
     /// When Gitea gave us the task, where known; else when the environment was made.
     pub fetched_at: SystemTime,
     /// Of the task's token, where known: tells a repeated delivery from a restored Gitea (rule R4).
@@ -117,6 +119,14 @@ pub enum Offered {
     AnotherServes,
 }
 
+/// How often, and since when, an assignment was tried.
+#[derive(Debug, Clone, Copy)]
+pub struct Attempts {
+    pub ended: u32,
+    /// When the first environment was offered.
+    pub since: Instant,
+}
+
 struct Entry {
     claim: Claim,
     connections: HashMap<u64, CancellationToken>,
@@ -130,7 +140,7 @@ struct State {
     /// Assignments on which somebody acts right now; nobody else may.
     busy: HashSet<AssignmentId>,
     /// Environments that ended without `start`, by assignment (rule R10).
-    attempts: HashMap<AssignmentId, u32>,
+    attempts: HashMap<AssignmentId, Attempts>,
     /// Creates that failed, by assignment. Not attempts: there was no environment.
     create_failures: HashMap<AssignmentId, u32>,
     /// Assignments to stop that have no environment yet.
@@ -249,7 +259,13 @@ impl Claims {
         }
         match claim.phase {
             ClaimPhase::Terminal => Err(Denied::Terminal),
-            _ => Ok(claim),
+            _ => {
+                // Not a change that anybody waits for, so nobody is woken.
+                if let Some(entry) = self.lock().entries.get_mut(&assignment) {
+                    entry.claim.heard_at = Instant::now();
+                }
+                Ok(claim)
+            }
         }
     }
 
@@ -340,11 +356,11 @@ impl Claims {
         })
     }
 
-    /// One more environment ended without `start`; answers how many now.
-    pub fn count_attempt(&self, assignment: AssignmentId) -> u32 {
+    /// One more environment, offered at `since`, ended without `start`; answers how many now, and since when.
+    pub fn count_attempt(&self, assignment: AssignmentId, since: Instant) -> Attempts {
         let mut state = self.lock();
-        let attempts = state.attempts.entry(assignment).or_default();
-        *attempts += 1;
+        let attempts = state.attempts.entry(assignment).or_insert(Attempts { ended: 0, since });
+        attempts.ended += 1;
         *attempts
     }
 
@@ -391,6 +407,7 @@ mod tests {
             steps: 2,
             phase: ClaimPhase::Offered { raw: SecretBytes::new(vec![1]) },
             offered_at: Instant::now(),
+            heard_at: Instant::now(),
             fetched_at: SystemTime::now(),
             token_hash: None,
             stop: None,

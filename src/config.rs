@@ -6,6 +6,7 @@ use std::{
     collections::BTreeMap,
     net::SocketAddr,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use crate::{
@@ -25,7 +26,7 @@ pub use self::read::{Reader, process_environment};
 pub const CREDENTIALS_FILE: &str = "private/credentials.json";
 
 /// Every setting, for the README's table (`tests/tidy.rs` compares).
-pub const VARIABLES: [&str; 31] = [
+pub const VARIABLES: [&str; 32] = [
     "GITEA_URL",
     "GITEA_CA_FILE",
     "GITEA_RUNNER_UUID",
@@ -42,6 +43,7 @@ pub const VARIABLES: [&str; 31] = [
     "VM_CAPACITY",
     "VM_TIMEOUT_SECONDS",
     "VM_RUNNER_LABEL",
+    "SILENCE_LIMIT_SECONDS",
     "TRUST_DOMAIN",
     "SPIFFE_ENDPOINT_SOCKET",
     "RUNNER_FACADE_LISTEN",
@@ -69,6 +71,8 @@ pub struct Config {
     pub pod: Option<BackendConfig>,
     pub vm: Option<BackendConfig>,
     pub vm_label: String,
+    /// A job whose environment says nothing for so long is given up.
+    pub silence_limit: Duration,
     pub local: LocalSettings,
     pub identity: IdentityConfig,
     pub facade: FacadeConfig,
@@ -192,6 +196,8 @@ impl Config {
             pod,
             vm,
             vm_label: read_vm_label(&mut read),
+            // Below the ten minutes after which Gitea gives a silent task up.
+            silence_limit: Duration::from_secs(read.number("SILENCE_LIMIT_SECONDS", "480", 10..=86_400)),
             local: read_local(&mut read),
             identity: read_identity(&mut read),
             facade: FacadeConfig {

@@ -374,6 +374,7 @@ impl Parts<'_> {
             metrics: core.metrics.clone(),
             pass: core.pass,
             stop_grace: if self.cleans_up() { plan::STOP_GRACE_CLEANUP } else { plan::STOP_GRACE },
+            silence_limit: core.config.silence_limit,
             stop: self.begin.clone(),
         };
         core.backends.iter().map(make).collect()

@@ -102,6 +102,18 @@ pub enum Phase {
     Running,
     /// Its executor has ended; the text says how (exit code, signal, lost).
     Ended(String),
+    /// Its executor has ended because it can never run a job there, and the next one would end the same way.
+    Unfit(String),
+}
+
+impl Phase {
+    /// How it ended; `None` while it may still live.
+    pub fn ended(&self) -> Option<&str> {
+        match self {
+            Phase::Pending | Phase::Running => None,
+            Phase::Ended(how) | Phase::Unfit(how) => Some(how),
+        }
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -24,7 +24,10 @@ use self::{
     stop::{Stop, StopCause},
     task::RunnerTask,
 };
-use crate::{backoff::Backoff, failpoint, gitea::RpcError, identity::Identity, proto::environment::StopReason, secret::Secret};
+use crate::{
+    backoff::Backoff, failpoint, gitea::RpcError, identity::Identity, names::executor_exit, proto::environment::StopReason,
+    secret::Secret,
+};
 
 mod bridge;
 mod delivery;
@@ -58,6 +61,8 @@ pub enum Ending {
     NotStarted,
     /// 13: a fault of the environment after `start` (its disk, its processes); the controller settles the job.
     Failed,
+    /// No job can run in this place; another environment here would end the same way.
+    Unfit,
 }
 
 impl Ending {
@@ -68,6 +73,7 @@ impl Ending {
             Ending::Gone => 11,
             Ending::NotStarted => 12,
             Ending::Failed => 13,
+            Ending::Unfit => executor_exit::UNFIT,
         }
     }
 }
@@ -122,8 +128,15 @@ pub fn stopped_by_signals() -> anyhow::Result<Stop> {
 
 /// The life of an environment that can reach its facade.
 pub async fn serve(settings: Settings, facade: Facade, stop: Stop) -> Ending {
+    let program = match RunnerProgram::find(&settings.runner, &settings.job_environment).await {
+        Ok(program) => program,
+        Err(error) => {
+            tracing::error!(%error, assignment = %settings.assignment, "no runner can be run here");
+            return if error.is_permanent() { Ending::Unfit } else { Ending::NotStarted };
+        }
+    };
     let prepared = tokio::select! {
-        prepared = prepare(&settings, &facade) => prepared,
+        prepared = prepare(&settings, &facade, program) => prepared,
         _ = stop.asked() => Err(anyhow::anyhow!("stopped before start")),
     };
     let prepared = match prepared {
@@ -164,10 +177,9 @@ struct Prepared {
     closing: CancellationToken,
 }
 
-async fn prepare(settings: &Settings, facade: &Facade) -> anyhow::Result<Prepared> {
+async fn prepare(settings: &Settings, facade: &Facade, program: RunnerProgram) -> anyhow::Result<Prepared> {
     processes::adopt_orphans().context("become the parent of the job's orphans")?;
     let folders = Folders::make(&settings.work).with_context(|| format!("make folders in {}", settings.work.display()))?;
-    let program = RunnerProgram::find(&settings.runner, &settings.job_environment).await?;
     let server_capabilities = retried(FETCH_LIMIT, || facade.hello()).await.context("say hello")?;
     let raw = fetch(facade).await?;
     let task = RunnerTask::new(raw, &settings.gitea_url).context("read the task")?;

@@ -186,7 +186,7 @@ impl Metrics {
             for outcome in ["success", "failure", "cancelled", "skipped"] {
                 drop(self.jobs_completed.get_or_create(&BackendOutcome { backend, outcome }));
             }
-            for reason in ["lost", "create", "no_start"] {
+            for reason in ["lost", "vanished", "silent", "deadline", "create", "no_start"] {
                 drop(self.infra_failures.get_or_create(&BackendReason { backend, reason }));
             }
         }

@@ -41,6 +41,12 @@ pub mod env {
     pub const WORK_DIRECTORY: &str = "CI_WORK_DIRECTORY";
 }
 
+/// Exit codes of the executor that a backend knows.
+pub mod executor_exit {
+    /// It can never run a job here: another environment would end the same way.
+    pub const UNFIT: u8 = 14;
+}
+
 /// Request headers from the bridge to the facade.
 pub mod header {
     pub const ASSIGNMENT: &str = "x-ci-assignment";

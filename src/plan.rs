@@ -18,6 +18,9 @@ use crate::{
 pub const CLAIM_LIMIT: Duration = Duration::from_secs(4 * 60);
 /// Nothing younger is taken for a stray: the one who made it may not have told anybody yet.
 pub const CREATE_LIMIT: Duration = Duration::from_secs(60);
+/// Environments that may end without `start` before the job fails (rule R10), and how long they may take together.
+const MAX_ATTEMPTS: u32 = 3;
+const MAX_TRYING: Duration = Duration::from_secs(15 * 60);
 /// How long a stopped environment may take to report its end. Longer than the bridge gives the runner.
 pub const STOP_GRACE: Duration = Duration::from_secs(60);
 /// The same where the inner runner (≥ 2.0) runs clean-up steps after a cancel.
@@ -33,6 +36,8 @@ pub struct Facts {
     /// Assignments on which somebody acts right now.
     pub busy: HashSet<AssignmentId>,
     pub stop_grace: Duration,
+    /// A running environment that asks nothing for so long is given up.
+    pub silence_limit: Duration,
     pub now: Instant,
     pub wall: SystemTime,
 }
@@ -55,10 +60,60 @@ pub enum Removal {
 pub enum NoStart {
     /// It ended before `start`; how.
     Ended(String),
+    /// The same, and the next one would end no better; why.
+    Unfit(String),
     /// No `start` within [`CLAIM_LIMIT`].
     ClaimTimeout,
     /// It vanished.
     Vanished,
+}
+
+/// Why the controller ends a job in its environment's place.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ending {
+    /// The environment ended without a result; how.
+    Lost(String),
+    /// It is not there any more.
+    Vanished,
+    /// It runs, but has asked nothing for longer than the limit.
+    Silent(Duration),
+    /// It was asked to stop, and ended (how) or did not in time.
+    Stopped { stop: Stop, how: Option<String> },
+}
+
+impl Ending {
+    pub fn verdict(&self) -> Verdict {
+        match self {
+            Ending::Lost(_) | Ending::Vanished | Ending::Silent(_) => Verdict::Failure,
+            Ending::Stopped { stop, .. } => verdict_of(*stop),
+        }
+    }
+
+    /// The label of `infra_failures_total`, and the word in the job's log.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Ending::Lost(_) => "lost",
+            Ending::Vanished => "vanished",
+            Ending::Silent(_) => "silent",
+            Ending::Stopped { stop: Stop::Cancelled, .. } => "cancelled",
+            Ending::Stopped { stop: Stop::Deadline, .. } => "deadline",
+            Ending::Stopped { stop: Stop::Gone, .. } => "gone",
+        }
+    }
+}
+
+/// For the job's log.
+impl std::fmt::Display for Ending {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Ending::Lost(how) => write!(f, "The environment ended without a result: {how}.")?,
+            Ending::Vanished => f.write_str("The environment vanished while the job ran.")?,
+            Ending::Silent(limit) => write!(f, "The environment was not heard of for {} s, and was removed.", limit.as_secs())?,
+            Ending::Stopped { stop, how: Some(how) } => write!(f, "{} ({how}).", reason_of(*stop))?,
+            Ending::Stopped { stop, how: None } => write!(f, "{}.", reason_of(*stop))?,
+        }
+        write!(f, " [{}]", self.label())
+    }
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -82,8 +137,7 @@ pub enum Step {
     Settle {
         name: EnvironmentName,
         assignment: AssignmentId,
-        verdict: Verdict,
-        reason: String,
+        why: Ending,
     },
     /// Ask the job to stop.
     Stop(AssignmentId),
@@ -130,6 +184,18 @@ pub fn plan(facts: &Facts) -> Vec<Step> {
     steps
 }
 
+/// Whether the job fails now that another of its environments ended without `start`, and why; `None`: one more is made.
+pub fn given_up(why: &NoStart, ended: u32, tried_for: Duration) -> Option<String> {
+    match why {
+        NoStart::Unfit(_) => Some("no environment can take this job".into()),
+        _ if ended >= MAX_ATTEMPTS => Some(format!("{ended} environments ended before they could take this job")),
+        _ if tried_for >= MAX_TRYING => {
+            Some(format!("no environment took this job within {} minutes", MAX_TRYING.as_secs() / 60))
+        }
+        _ => None,
+    }
+}
+
 fn remove(environment: &Observed, why: Removal) -> Step {
     Step::Remove { name: environment.name.clone(), assignment: environment.assignment, why }
 }
@@ -137,19 +203,16 @@ fn remove(environment: &Observed, why: Removal) -> Step {
 /// An environment that a claim names.
 fn served(facts: &Facts, claim: &Claim, environment: &Observed) -> Option<Step> {
     let (name, assignment) = (claim.name.clone(), claim.assignment);
-    let settle = |verdict, reason: String| Some(Step::Settle { name: name.clone(), assignment, verdict, reason });
-    let ended = match &environment.phase {
-        Phase::Ended(how) => Some(how.as_str()),
-        Phase::Pending | Phase::Running => None,
-    };
+    let settle = |why| Some(Step::Settle { name: name.clone(), assignment, why });
+    let ended = environment.phase.ended().map(str::to_owned);
     match (&claim.phase, &claim.stop) {
         (_, Some((Stop::Gone, _))) => Some(remove(environment, Removal::Stray)),
         // Gitea has it, the marker is missing yet: settling again is a no-op at Gitea and sets it.
         (ClaimPhase::Terminal, _) => Some(remove(environment, Removal::Terminal)),
-        (ClaimPhase::Offered { .. }, Some((stop, _))) => settle(verdict_of(*stop), reason_of(*stop).into()),
+        (ClaimPhase::Offered { .. }, Some((stop, _))) => settle(Ending::Stopped { stop: *stop, how: None }),
         (ClaimPhase::Offered { .. }, None) => {
-            let why = match ended {
-                Some(how) => NoStart::Ended(how.to_owned()),
+            let why = match no_start(&environment.phase) {
+                Some(why) => why,
                 None if facts.now.saturating_duration_since(claim.offered_at) > CLAIM_LIMIT => NoStart::ClaimTimeout,
                 None => return None,
             };
@@ -157,17 +220,25 @@ fn served(facts: &Facts, claim: &Claim, environment: &Observed) -> Option<Step> 
         }
         (ClaimPhase::Claimed, Some((stop, since))) => {
             let over = facts.now.saturating_duration_since(*since) > facts.stop_grace;
-            match ended {
-                Some(how) => settle(verdict_of(*stop), format!("{} ({how})", reason_of(*stop))),
-                None if over => settle(verdict_of(*stop), format!("{}, and did not end in time", reason_of(*stop))),
-                None => None,
-            }
+            let late = || over.then(|| "it did not end in time".to_owned());
+            ended.or_else(late).and_then(|how| settle(Ending::Stopped { stop: *stop, how: Some(how) }))
         }
         (ClaimPhase::Claimed, None) => match ended {
-            Some(how) => settle(Verdict::Failure, format!("The environment ended without a result: {how}.")),
+            Some(how) => settle(Ending::Lost(how)),
             None if environment.deadline_at <= facts.wall => Some(Step::Stop(assignment)),
+            None if facts.now.saturating_duration_since(claim.heard_at) > facts.silence_limit => {
+                settle(Ending::Silent(facts.silence_limit))
+            }
             None => None,
         },
+    }
+}
+
+fn no_start(phase: &Phase) -> Option<NoStart> {
+    match phase {
+        Phase::Pending | Phase::Running => None,
+        Phase::Ended(how) => Some(NoStart::Ended(how.clone())),
+        Phase::Unfit(why) => Some(NoStart::Unfit(why.clone())),
     }
 }
 
@@ -175,19 +246,16 @@ fn served(facts: &Facts, claim: &Claim, environment: &Observed) -> Option<Step> 
 fn unserved(facts: &Facts, environment: &Observed) -> Option<Step> {
     let (name, assignment) = (environment.name.clone(), environment.assignment);
     if environment.claimed {
-        return match &environment.phase {
-            Phase::Ended(how) => {
-                let reason = format!("The environment ended without a result: {how}.");
-                Some(Step::Settle { name, assignment, verdict: Verdict::Failure, reason })
-            }
-            Phase::Pending | Phase::Running => oldest(facts, environment).then_some(Step::Adopt(name)),
+        return match environment.phase.ended() {
+            Some(how) => Some(Step::Settle { name, assignment, why: Ending::Lost(how.to_owned()) }),
+            None => oldest(facts, environment).then_some(Step::Adopt(name)),
         };
     }
     let queued = facts.queued.as_ref()?.contains(&assignment);
     let age = facts.wall.duration_since(environment.created_at).unwrap_or_default();
-    match &environment.phase {
-        Phase::Ended(how) if queued => Some(Step::MakeAgain { name, assignment, why: NoStart::Ended(how.clone()) }),
-        Phase::Pending | Phase::Running if queued => oldest(facts, environment).then_some(Step::Adopt(name)),
+    match no_start(&environment.phase) {
+        Some(why) if queued => Some(Step::MakeAgain { name, assignment, why }),
+        None if queued => oldest(facts, environment).then_some(Step::Adopt(name)),
         _ if age > CREATE_LIMIT => Some(remove(environment, Removal::Stray)),
         _ => None,
     }
@@ -206,12 +274,9 @@ fn vanished_step(claim: &Claim) -> Step {
         _ if claim.superseded => Step::Remove { name, assignment, why: Removal::Superseded },
         (ClaimPhase::Terminal, _) => Step::Remove { name, assignment, why: Removal::Terminal },
         (_, Some((Stop::Gone, _))) => Step::Remove { name, assignment, why: Removal::Stray },
-        (_, Some((stop, _))) => Step::Settle { name, assignment, verdict: verdict_of(*stop), reason: reason_of(*stop).into() },
+        (_, Some((stop, _))) => Step::Settle { name, assignment, why: Ending::Stopped { stop: *stop, how: None } },
         (ClaimPhase::Offered { .. }, None) => Step::MakeAgain { name, assignment, why: NoStart::Vanished },
-        (ClaimPhase::Claimed, None) => {
-            let reason = "The environment vanished while the job ran.".into();
-            Step::Settle { name, assignment, verdict: Verdict::Failure, reason }
-        }
+        (ClaimPhase::Claimed, None) => Step::Settle { name, assignment, why: Ending::Vanished },
     }
 }
 

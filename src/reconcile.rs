@@ -50,6 +50,7 @@ pub struct Reconciler {
     pub metrics: Metrics,
     pub pass: LeaderPass,
     pub stop_grace: Duration,
+    pub silence_limit: Duration,
     /// Trips when the process ends: what waits for Gitea is left to the next start.
     pub stop: CancellationToken,
 }
@@ -103,6 +104,7 @@ impl Reconciler {
             claims,
             queued,
             stop_grace: self.stop_grace,
+            silence_limit: self.silence_limit,
             now: Instant::now(),
             wall: SystemTime::now(),
         };
@@ -154,11 +156,11 @@ impl Reconciler {
                     drop(busy);
                 });
             }
-            Step::Settle { name, assignment, verdict, reason } => {
+            Step::Settle { name, assignment, why } => {
                 let (this, environment) = (self.clone(), find(&name));
                 let Some(busy) = self.claims.begin(assignment) else { return };
                 steps.spawn(async move {
-                    this.settle(name, environment, assignment, verdict, reason).await;
+                    this.settle(name, environment, assignment, why).await;
                     drop(busy);
                 });
             }

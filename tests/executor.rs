@@ -197,12 +197,12 @@ fn a_denied_environment_starts_nothing() {
 }
 
 #[test]
-fn without_a_runner_program_the_job_is_not_started() {
+fn without_a_runner_program_no_job_is_started_and_the_exit_code_says_that_none_will_be() {
     let mut setup = Setup::new("rows 1");
     setup.runner = Some("/nowhere/gitea-runner".into());
     let mut world = setup.start();
-    assert_eq!(world.ended().code(), Some(12));
-    assert_eq!(world.known().starts, 0, "another environment may have it");
+    assert_eq!(world.ended().code(), Some(14));
+    assert_eq!(world.known().starts, 0, "nothing is begun that cannot be done");
 }
 
 /// The official runner, where `tests/peers` has built it.

@@ -17,7 +17,7 @@ use async_trait::async_trait;
 use tokio::sync::{Mutex, MutexGuard, Notify};
 
 use self::{cgroup::CgroupPlan, make::Prepared, state::Layout};
-use super::{Backend, BackendError, Ensured, EnvironmentSpec, Gone, JobNeeds, Mark, Observed, Phase};
+use super::{Backend, BackendError, Ensured, EnvironmentSpec, Gone, JobNeeds, Mark, Observed};
 use crate::{
     ids::{BackendKind, EnvironmentName, InstanceId},
     leader::LeaderPass,
@@ -284,9 +284,4 @@ async fn blocking<T: Send + 'static>(work: impl FnOnce() -> std::io::Result<T> +
         Ok(Err(error)) => Err(BackendError::Transient(error.to_string())),
         Err(error) => Err(BackendError::Transient(format!("local backend: {error}"))),
     }
-}
-
-/// Whether an environment has no process any more, or never had one.
-fn has_ended(phase: &Phase) -> bool {
-    matches!(phase, Phase::Ended(_))
 }

@@ -121,6 +121,7 @@ fn config(forge: &Forge, state: &Path) -> anyhow::Result<Config> {
         pod: backend(BackendKind::Pod, POD_CAPACITY),
         vm: backend(BackendKind::Vm, 1),
         vm_label: "vm".into(),
+        silence_limit: Duration::from_secs(480),
         local: LocalSettings {
             executor_uid: 2000,
             without_isolation: WithoutIsolation::Accepted,

@@ -57,16 +57,41 @@ pub(super) struct Folders {
     pub(super) job: PathBuf,
 }
 
+/// Why there is no runner to run.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum NoRunner {
+    #[error("find {0:?} in PATH; set RUNNER_BIN to the official runner")]
+    Missing(String),
+    #[error("run {path} --version: {error}", path = path.display())]
+    Refuses { path: PathBuf, error: io::Error },
+    #[error("wait {s} s for {path} --version", s = VERSION_LIMIT.as_secs(), path = .0.display())]
+    Silent(PathBuf),
+}
+
+impl NoRunner {
+    /// Whether the next try would end the same way; a machine under load may only be slow.
+    pub(super) fn is_permanent(&self) -> bool {
+        use io::ErrorKind::{NotFound, PermissionDenied};
+        match self {
+            NoRunner::Missing(_) => true,
+            NoRunner::Refuses { error, .. } => {
+                matches!(error.kind(), NotFound | PermissionDenied) || error.raw_os_error() == Some(nix::libc::ENOEXEC)
+            }
+            NoRunner::Silent(_) => false,
+        }
+    }
+}
+
 impl RunnerProgram {
     /// Finds it and asks for its version, so that a missing or broken one is known before `start`.
-    pub(super) async fn find(name: &str, environment: &[(String, String)]) -> anyhow::Result<Self> {
-        let path = which(name).with_context(|| format!("find {name:?} in PATH; set RUNNER_BIN to the official runner"))?;
+    pub(super) async fn find(name: &str, environment: &[(String, String)]) -> Result<Self, NoRunner> {
+        let path = which(name).ok_or_else(|| NoRunner::Missing(name.to_owned()))?;
         let mut command = clean(&path, environment);
         command.arg("--version").stdin(Stdio::null()).stderr(Stdio::null());
         let output = tokio::time::timeout(VERSION_LIMIT, command.output())
             .await
-            .with_context(|| format!("wait {} s for {} --version", VERSION_LIMIT.as_secs(), path.display()))?
-            .with_context(|| format!("run {} --version", path.display()))?;
+            .map_err(|_| NoRunner::Silent(path.clone()))?
+            .map_err(|error| NoRunner::Refuses { path: path.clone(), error })?;
         let major = major(&String::from_utf8_lossy(&output.stdout));
         Ok(Self { path, major })
     }

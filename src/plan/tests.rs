@@ -45,6 +45,7 @@ fn claim(task: i64, nonce: u8, phase: ClaimPhase, now: Instant) -> Claim {
         steps: 1,
         phase,
         offered_at: now,
+        heard_at: now,
         fetched_at: SystemTime::UNIX_EPOCH,
         token_hash: None,
         stop: None,
@@ -64,6 +65,7 @@ fn facts(environments: Vec<Observed>, claims: Vec<Claim>, queued: &[i64]) -> Fac
         queued: Some(queued.iter().map(|t| TaskId(*t).assignment()).collect()),
         busy: HashSet::new(),
         stop_grace: STOP_GRACE,
+        silence_limit: Duration::from_secs(480),
         now: Instant::now(),
         wall: SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000),
     }
@@ -74,12 +76,14 @@ fn a_claimed_environment_that_ended_fails_its_job_and_is_never_made_again() {
     let now = Instant::now();
     let ended = observed(1, 1, true, false, Phase::Ended("was killed by signal 9".into()), 5);
     let steps = plan(&facts(vec![ended.clone()], vec![claim(1, 1, ClaimPhase::Claimed, now)], &[]));
-    assert!(matches!(&steps[..], [Step::Settle { verdict: Verdict::Failure, reason, .. }] if reason.contains("signal 9")));
+    assert!(
+        matches!(&steps[..], [Step::Settle { why, .. }] if why.verdict() == Verdict::Failure && why.to_string().contains("signal 9"))
+    );
     // The same without memory, after a restart.
     let steps = plan(&facts(vec![ended], vec![], &[]));
-    assert!(matches!(&steps[..], [Step::Settle { verdict: Verdict::Failure, .. }]));
+    assert!(matches!(&steps[..], [Step::Settle { why: Ending::Lost(_), .. }]));
     let steps = plan(&facts(vec![], vec![claim(1, 1, ClaimPhase::Claimed, now)], &[]));
-    assert!(matches!(&steps[..], [Step::Settle { verdict: Verdict::Failure, .. }]));
+    assert!(matches!(&steps[..], [Step::Settle { why: Ending::Vanished, .. }]));
 }
 
 #[test]
@@ -124,7 +128,7 @@ fn a_stop_gives_grace_and_then_settles_and_the_deadline_is_a_stop() {
     let mut facts = facts(vec![running.clone()], vec![stopped.clone()], &[]);
     assert_eq!(plan(&facts), []);
     facts.now += STOP_GRACE + Duration::from_secs(1);
-    assert!(matches!(&plan(&facts)[..], [Step::Settle { verdict: Verdict::Cancelled, .. }]));
+    assert!(matches!(&plan(&facts)[..], [Step::Settle { why, .. }] if why.verdict() == Verdict::Cancelled));
     stopped.stop = None;
     facts.claims = vec![stopped];
     facts.wall += Duration::from_secs(14_400);
@@ -191,4 +195,25 @@ proptest! {
         let distinct: HashSet<_> = adopted.iter().collect();
         prop_assert_eq!(distinct.len(), adopted.len());
     }
+}
+
+#[test]
+fn a_job_is_given_up_after_three_environments_or_fifteen_minutes_or_at_once_when_no_other_would_do() {
+    let (ended, minute) = (NoStart::Ended("exit code 1".into()), Duration::from_secs(60));
+    assert_eq!(given_up(&ended, 2, minute * 14), None);
+    assert!(given_up(&ended, 3, minute).unwrap().starts_with("3 environments"));
+    assert!(given_up(&NoStart::ClaimTimeout, 2, minute * 15).unwrap().contains("15 minutes"));
+    assert!(given_up(&NoStart::Unfit("no runner".into()), 1, minute).is_some());
+}
+
+#[test]
+fn a_running_environment_that_says_nothing_is_given_up_and_one_that_speaks_is_not() {
+    let running = observed(1, 1, true, false, Phase::Running, 5_000);
+    let mut facts = facts(vec![running], vec![claim(1, 1, ClaimPhase::Claimed, Instant::now())], &[]);
+    facts.now = facts.claims[0].heard_at + facts.silence_limit;
+    assert_eq!(plan(&facts), []);
+    facts.now += Duration::from_secs(1);
+    assert!(matches!(&plan(&facts)[..], [Step::Settle { why: Ending::Silent(_), .. }]));
+    facts.claims[0].heard_at = facts.now;
+    assert_eq!(plan(&facts), []);
 }

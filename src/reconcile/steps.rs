@@ -12,11 +12,9 @@ use crate::{
     gitea::report::{self, Settlement},
     ids::{AssignmentId, EnvironmentName},
     metrics::{BackendOutcome, BackendReason, ResultLabel},
-    plan::{NoStart, Removal},
+    plan::{self, Ending, NoStart, Removal},
 };
 
-/// Environments that may end without `start` before the job fails (rule R10).
-const MAX_ATTEMPTS: u32 = 3;
 const AGAIN_DELAY: Duration = Duration::from_secs(2);
 
 #[derive(Clone, Copy)]
@@ -58,6 +56,7 @@ impl Reconciler {
             steps: environment.steps,
             phase,
             offered_at: Instant::now(),
+            heard_at: Instant::now(),
             fetched_at: known.as_ref().map_or(environment.created_at, Assignment::fetched_at),
             token_hash: known.as_ref().map(|k| k.token_hash),
             stop: None,
@@ -143,17 +142,20 @@ impl Reconciler {
         self.unbind(environment.as_ref()).await;
         failpoint::reached("again.gone");
         let how = match &why {
-            NoStart::Ended(how) => how.clone(),
+            NoStart::Ended(how) | NoStart::Unfit(how) => how.clone(),
             NoStart::ClaimTimeout => "it did not take the job within 4 minutes".into(),
             NoStart::Vanished => "it vanished".into(),
         };
-        let attempts = self.claims.count_attempt(assignment);
+        let offered_at = claim.as_ref().map_or_else(Instant::now, |c| c.offered_at);
+        let attempts = self.claims.count_attempt(assignment, offered_at);
+        let given_up = plan::given_up(&why, attempts.ended, attempts.since.elapsed());
+        let attempts = attempts.ended;
         let backend = self.backend.kind().as_str();
         self.metrics.infra_failures.get_or_create(&BackendReason { backend, reason: "no_start" }).inc();
         tracing::warn!(event = "claim_timeout", assignment = %assignment, backend, executor = %name, attempts, how,
             "environment {name} ended before it took its job");
-        if attempts >= MAX_ATTEMPTS {
-            let reason = format!("{attempts} environments ended before they could take this job; of the last one: {how}.");
+        if let Some(given_up) = given_up {
+            let reason = format!("{given_up}; of the last one: {how}. [no_start]");
             let steps = claim.map_or(environment.map_or(0, |e| e.steps), |c| c.steps);
             if self.report(assignment, Verdict::Failure, reason, steps, None).await {
                 self.complete(assignment).await;
@@ -179,8 +181,7 @@ impl Reconciler {
         name: EnvironmentName,
         environment: Option<Observed>,
         assignment: AssignmentId,
-        verdict: Verdict,
-        reason: String,
+        why: Ending,
     ) {
         // Its own terminal report may have come after the plan was made, or its task id may be another job's by now.
         let over = |c: &Claim| c.name != name || c.superseded || matches!(c.phase, ClaimPhase::Terminal);
@@ -197,6 +198,7 @@ impl Reconciler {
             return self.away(&name, environment.as_ref(), assignment).await;
         }
         let backend = self.backend.kind().as_str();
+        let (verdict, reason) = (why.verdict(), why.to_string());
         let outcome = match verdict {
             Verdict::Failure => "failure",
             Verdict::Cancelled => "cancelled",
@@ -211,7 +213,7 @@ impl Reconciler {
         failpoint::reached("settle.reported");
         self.metrics.jobs_completed.get_or_create(&BackendOutcome { backend, outcome }).inc();
         if verdict == Verdict::Failure {
-            self.metrics.infra_failures.get_or_create(&BackendReason { backend, reason: "lost" }).inc();
+            self.metrics.infra_failures.get_or_create(&BackendReason { backend, reason: why.label() }).inc();
         }
         match self.backend.mark(&name, Mark::Terminal, &self.pass).await {
             Ok(()) | Err(BackendError::NotFound) => {}

@@ -7,7 +7,7 @@ use tokio_util::sync::CancellationToken;
 use super::Workshop;
 use crate::{
     assignment::Assignment,
-    backend::{Backend, BackendError, Ensured, JobNeeds, Observed, Phase},
+    backend::{Backend, BackendError, Ensured, JobNeeds, Observed},
     claims::{Claim, ClaimPhase, Offered, Verdict},
     failpoint,
     gitea::report::{self, Wish},
@@ -37,9 +37,7 @@ impl Workshop {
             return made;
         }
         let existing = match backend.list().await {
-            Ok(all) => {
-                all.into_iter().find(|e| e.assignment == assignment.id && !e.terminal && !matches!(e.phase, Phase::Ended(_)))
-            }
+            Ok(all) => all.into_iter().find(|e| e.assignment == assignment.id && !e.terminal && e.phase.ended().is_none()),
             Err(e) => return self.not_made(backend, assignment, &e, stop).await,
         };
         if existing.as_ref().is_some_and(|e| e.claimed) {
@@ -120,6 +118,7 @@ impl Workshop {
             steps: assignment.steps,
             phase: ClaimPhase::Offered { raw: assignment.raw.clone() },
             offered_at: Instant::now(),
+            heard_at: Instant::now(),
             fetched_at: assignment.fetched_at(),
             token_hash: Some(assignment.token_hash),
             stop: None,

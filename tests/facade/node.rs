@@ -189,6 +189,7 @@ impl Node {
             steps: made.steps,
             phase: ClaimPhase::Offered { raw: SecretBytes::new(raw.clone()) },
             offered_at: Instant::now(),
+            heard_at: Instant::now(),
             fetched_at: SystemTime::now(),
             token_hash: Some(made.token_hash),
             stop: None,

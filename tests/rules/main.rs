@@ -12,6 +12,7 @@ mod fetching;
 mod instances;
 mod outages;
 mod queued;
+mod reasons;
 mod registration;
 mod reports;
 mod restarts;

@@ -12,7 +12,7 @@ use super::{
 use crate::{
     backend::{Observed, Phase},
     ids::EnvironmentName,
-    names::metadata,
+    names::{executor_exit, metadata},
     process::{self, Send},
 };
 
@@ -64,7 +64,8 @@ pub(super) fn ask_stop(layout: &Layout, name: &EnvironmentName) -> io::Result<bo
 }
 
 pub(super) fn phase(layout: &Layout, name: &EnvironmentName, record: &Record) -> io::Result<Phase> {
-    let ended = || state::read_json::<Status>(&layout.status(name)).map(|status| status.map(|status| Phase::Ended(status.text)));
+    let ended =
+        || state::read_json::<Status>(&layout.status(name)).map(|status| status.map(|status| end_of(layout, name, status)));
     if record.boot != process::boot_id()? {
         // No process outlived the restart. What was not flushed before a power cut may be missing or empty.
         return Ok(ended().unwrap_or_default().unwrap_or_else(|| Phase::Ended("lost: the machine was restarted".into())));
@@ -84,4 +85,12 @@ pub(super) fn phase(layout: &Layout, name: &EnvironmentName, record: &Record) ->
             Ok(ended()?.unwrap_or_else(|| Phase::Ended("lost: its keeper was killed, and the environment with it".into())))
         }
     }
+}
+
+/// What the executor's last word means.
+fn end_of(layout: &Layout, name: &EnvironmentName, status: Status) -> Phase {
+    if status.text != format!("exit code {}", executor_exit::UNFIT) {
+        return Phase::Ended(status.text);
+    }
+    Phase::Unfit(format!("it can run no job here: is RUNNER_BIN the official runner? {} says more", layout.log(name).display()))
 }

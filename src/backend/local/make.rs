@@ -23,7 +23,7 @@ use tokio::{io::AsyncReadExt as _, io::AsyncWriteExt as _, sync::Notify, time::t
 use super::{
     Isolation, LocalConfig,
     cgroup::CgroupPlan,
-    has_ended, look,
+    look,
     order::{Mode, Order},
     state::{self, Durable, Layout, RECORD_VERSION, Record},
 };
@@ -204,7 +204,7 @@ pub(super) fn prepare(mut plan: Plan) -> io::Result<Prepared> {
             Ensured::Created
         }
     };
-    if layout.keeper(&name).exists() || has_ended(&look::phase(&layout, &name, &plan.record)?) {
+    if layout.keeper(&name).exists() || look::phase(&layout, &name, &plan.record)?.ended().is_some() {
         return Ok(Prepared { ensured, order: None });
     }
     if let (Mode::Isolated { uid, .. }, Some(own)) = (&mut plan.order.mode, plan.record.uid) {
