@@ -1,6 +1,8 @@
 //! Stories of one environment: a real executor process between a facade that misbehaves and a scripted runner.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
+#[path = "executor/flood.rs"]
+mod flood;
 #[path = "executor/proxy.rs"]
 mod proxy;
 #[path = "executor/runner.rs"]

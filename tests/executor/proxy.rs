@@ -109,7 +109,7 @@ impl Stage {
 }
 
 /// The most memory that the executor ever used, in KiB.
-fn peak_memory(world: &World) -> u64 {
+pub(crate) fn peak_memory(world: &World) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{}/status", world.pid())).unwrap();
     let line = status.lines().find(|line| line.starts_with("VmHWM:")).unwrap();
     line.split_whitespace().nth(1).unwrap().parse().unwrap()

@@ -7,7 +7,7 @@ use gitea_dynamic_runner::{
     proto::runner::{LogRow, StepState, TaskResult, TaskState, UpdateLogRequest, UpdateTaskRequest, UpdateTaskResponse},
 };
 
-use super::world::{TASK, until};
+use super::world::{TASK, flood_row, until};
 
 pub(crate) struct Runner {
     rpc: RunnerRpc,
@@ -87,6 +87,15 @@ pub(crate) async fn play(scene: &str) {
             assert!(runner.rpc.fetch_task(0).await.unwrap().task.is_none(), "no task after the first report");
             runner.end(TaskResult::RESULT_SUCCESS).await;
             tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+        // As fast as the bridge takes them.
+        ["flood", count] => {
+            let count: i64 = count.parse().unwrap();
+            while runner.rows < count {
+                let batch = runner.rows..count.min(runner.rows + 500);
+                runner.log(batch.map(flood_row).collect(), false).await;
+            }
+            runner.end(TaskResult::RESULT_SUCCESS).await;
         }
         ["line", bytes] => {
             runner.log(vec!["ü".repeat(bytes.parse::<usize>().unwrap() / 2)], false).await;
