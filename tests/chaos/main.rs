@@ -9,4 +9,5 @@ mod support;
 mod world;
 
 mod failpoints;
+mod faults;
 mod ledger;

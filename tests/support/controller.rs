@@ -160,6 +160,11 @@ impl Controller {
         text.lines().find_map(|line| line.strip_prefix(&format!("gitea_dynamic_runner_{series} "))?.parse().ok())
     }
 
+    /// Of the running controller.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.as_ref().unwrap().id()
+    }
+
     /// A setting for its next start; `None` takes it away.
     pub(crate) fn set(&mut self, name: &'static str, value: Option<String>) {
         match value {

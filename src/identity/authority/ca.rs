@@ -34,8 +34,8 @@ use crate::{
 };
 
 const FILE: &str = "ca.pem";
-/// Certificates start this much in the past, for clocks of virtual machines that lag.
-const BACKDATE: Duration = Duration::from_secs(30);
+/// Certificates start this much in the past: for a clock that is five minutes off either way, also when it jumps back at a restart.
+const BACKDATE: Duration = Duration::from_secs(15 * 60);
 /// A successor is known to all for at least this long before it signs, in parts of a CA's life.
 const NOTICE: u32 = 50;
 
