@@ -7,6 +7,8 @@ mod flood;
 mod proxy;
 #[path = "executor/runner.rs"]
 mod runner;
+#[path = "support/small_disk.rs"]
+mod small_disk;
 #[path = "executor/world.rs"]
 mod world;
 

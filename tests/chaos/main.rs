@@ -11,3 +11,4 @@ mod world;
 mod failpoints;
 mod faults;
 mod ledger;
+mod real;
