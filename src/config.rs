@@ -13,9 +13,11 @@ use crate::{
     backend::local::{ForkPullRequests, WithoutIsolation},
     gitea::connect::Proxies,
     ids::{BackendKind, InstanceId},
+    queue::jetstream,
     secret::Secret,
 };
 
+pub(crate) mod nats;
 mod read;
 pub mod tools;
 
@@ -26,7 +28,7 @@ pub use self::read::{Reader, process_environment};
 pub const CREDENTIALS_FILE: &str = "private/credentials.json";
 
 /// Every setting, for the README's table (`tests/tidy.rs` compares).
-pub const VARIABLES: [&str; 32] = [
+pub const VARIABLES: [&str; 43] = [
     "GITEA_URL",
     "GITEA_CA_FILE",
     "GITEA_RUNNER_UUID",
@@ -35,6 +37,17 @@ pub const VARIABLES: [&str; 32] = [
     "STATE_DIRECTORY",
     "COMPONENTS",
     "QUEUE",
+    "NATS_URL",
+    "NATS_CA_FILE",
+    "NATS_PRODUCER_USER",
+    "NATS_PRODUCER_PASSWORD",
+    "NATS_PRODUCER_PASSWORD_FILE",
+    "NATS_WORKER_USER",
+    "NATS_WORKER_PASSWORD",
+    "NATS_WORKER_PASSWORD_FILE",
+    "NATS_STREAM",
+    "NATS_SUBJECT_BASE",
+    "NATS_MONITOR_URL",
     "POD_BACKEND",
     "POD_CAPACITY",
     "POD_TIMEOUT_SECONDS",
@@ -68,6 +81,7 @@ const COMPONENTS: [&str; 3] = ["scheduler", "pod-worker", "vm-worker"];
 pub struct Config {
     pub gitea: GiteaConfig,
     pub state_directory: PathBuf,
+    pub queue: QueueConfig,
     pub pod: Option<BackendConfig>,
     pub vm: Option<BackendConfig>,
     pub vm_label: String,
@@ -92,6 +106,14 @@ impl GiteaConfig {
     pub fn instance(&self) -> InstanceId {
         InstanceId::of_uuid(&self.uuid)
     }
+}
+
+/// Where assignments wait.
+#[derive(Debug, Clone)]
+pub enum QueueConfig {
+    /// In a file of the state directory.
+    Embedded,
+    JetStream(Box<jetstream::Settings>),
 }
 
 /// One backend. Only `local` is in this version.
@@ -178,9 +200,7 @@ impl Config {
         if mode == Mode::Full {
             full_system_faults(&mut read);
         }
-        if read.optional("QUEUE").is_some_and(|q| q != "embedded") {
-            read.fault("QUEUE: this version has `embedded` only; unset it");
-        }
+        let queue = read_queue(&mut read);
         let pod = read_backend(&mut read, BackendKind::Pod, &components, "4");
         let vm = read_backend(&mut read, BackendKind::Vm, &components, "1");
         if pod.is_none() && vm.is_none() {
@@ -193,6 +213,7 @@ impl Config {
             ));
         }
         let config = Config {
+            queue,
             pod,
             vm,
             vm_label: read_vm_label(&mut read),
@@ -281,6 +302,17 @@ fn full_system_faults(read: &mut Reader) {
     read.fault("the full system (JetStream, Kubernetes, OpenSandbox, SPIRE) is not in this version: run `serve --standalone`");
 }
 
+fn read_queue(read: &mut Reader) -> QueueConfig {
+    match read.or("QUEUE", "embedded").as_str() {
+        "embedded" => QueueConfig::Embedded,
+        "jetstream" => QueueConfig::JetStream(Box::new(nats::settings(read))),
+        other => {
+            read.fault(format!("QUEUE={other}: it is `embedded` (a file on this machine) or `jetstream` (a NATS server)"));
+            QueueConfig::Embedded
+        }
+    }
+}
+
 fn read_backend(read: &mut Reader, kind: BackendKind, components: &[String], capacity: &'static str) -> Option<BackendConfig> {
     let upper = kind.as_str().to_uppercase();
     let name = format!("{upper}_BACKEND");
@@ -359,6 +391,14 @@ mod tests {
                 ("GITEA_URL", "ftp://x"),
                 ("GITEA_RUNNER_UUID", "only-one-of-two"),
                 ("POD_CAPACITY", "many"),
+                ("QUEUE", "jetstream"),
+                ("NATS_URL", "https://nats"),
+                ("NATS_STREAM", "CI.RUNNER"),
+                ("NATS_SUBJECT_BASE", "ci.>"),
+                ("NATS_MONITOR_URL", "nats:8222"),
+                ("NATS_WORKER_USER", "worker"),
+                ("NATS_WORKER_PASSWORD", "one"),
+                ("NATS_WORKER_PASSWORD_FILE", "and another"),
                 ("VM_BACKEND", "opensandbox"),
                 ("VM_RUNNER_LABEL", "VM"),
                 ("TRUST_DOMAIN", "UPPER"),
@@ -375,6 +415,13 @@ mod tests {
             "GITEA_URL",
             "set both or neither",
             "POD_CAPACITY",
+            "NATS_URL=https://nats",
+            "NATS_STREAM=CI.RUNNER",
+            "NATS_SUBJECT_BASE=ci.>",
+            "NATS_MONITOR_URL=nats:8222",
+            "NATS_PRODUCER_USER is not set",
+            "NATS_PRODUCER_PASSWORD is not set",
+            "NATS_WORKER_PASSWORD and NATS_WORKER_PASSWORD_FILE are both set",
             "VM_BACKEND",
             "VM_RUNNER_LABEL",
             "TRUST_DOMAIN",

@@ -2,7 +2,7 @@
 //!
 //! Sees everything and decides nothing. `build` opens and binds, and spawns nothing; `run` spawns, watches and drains.
 
-use std::{collections::HashMap, net::SocketAddr, sync::Arc, time::Duration};
+use std::{collections::HashMap, net::SocketAddr, path::Path, sync::Arc, time::Duration};
 
 use anyhow::Context as _;
 use tokio::{net::TcpListener, sync::watch};
@@ -16,7 +16,7 @@ use crate::{
     },
     backoff::Backoff,
     claims::Claims,
-    config::{BackendConfig, Config, GiteaConfig, LocalSettings, tools::Tools},
+    config::{BackendConfig, Config, GiteaConfig, LocalSettings, QueueConfig, tools::Tools},
     environment::Target,
     facade::Facade,
     gitea::RunnerRpc,
@@ -27,8 +27,13 @@ use crate::{
     leader::LeaderPass,
     metrics::{BackendLabel, Metrics},
     plan,
-    queue::{AssignmentQueue, embedded::EmbeddedQueue, held::Leases},
-    reconcile::{Reconciler, Steps},
+    queue::{
+        AssignmentQueue, QueueError,
+        embedded::EmbeddedQueue,
+        held::Leases,
+        jetstream::{JetStreamOptions, JetStreamQueue},
+    },
+    reconcile::{Reconciler, Steps, deliveries},
     scheduler::{Scheduler, SchedulerStatus},
     slots::Slots,
     supervise::EndedEarly,
@@ -88,8 +93,7 @@ impl Daemon {
     /// Opens the state directory, and binds the listeners. Nothing runs yet.
     pub async fn build(config: Config, tools: Tools) -> anyhow::Result<Self> {
         let state = state::StateDirectory::open(&config.state_directory).context("open state directory")?;
-        let queue = EmbeddedQueue::open(&state.private.join("queue.redb")).context("open queue")?;
-        let pass = LeaderPass::of_database(&queue);
+        let (queue, pass) = open_queue(&config.queue, &state.private).await.context("open queue")?;
         let keys = state.seal_keys(config.keys.seal.as_deref()).context("read seal key")?;
         let claims = Claims::new(state.capability_key(config.keys.capability.as_deref()).context("read capability key")?);
         let credentials = Some((config.gitea.uuid.as_str(), &config.gitea.token));
@@ -112,7 +116,7 @@ impl Daemon {
             Some(url) => url.clone(),
             None => format!("https://{}", facade_listener.local_addr().context("look up facade address")?),
         };
-        let (queue, leases): (Arc<dyn AssignmentQueue>, _) = (Arc::new(queue), Leases::default());
+        let leases = Leases::default();
         let core =
             Core { config, tools, rpc, queue, pass, keys, claims, leases, authority, backends, slots, metrics, facade_url };
         Ok(Self { core, facade_listener, http_listener })
@@ -151,6 +155,23 @@ impl Daemon {
 
 async fn bind(name: &str, address: SocketAddr) -> anyhow::Result<TcpListener> {
     TcpListener::bind(address).await.with_context(|| format!("listen on {name}={address}"))
+}
+
+/// The lock of the queue's file, or of its outbox, is the right to act.
+async fn open_queue(config: &QueueConfig, private: &Path) -> Result<(Arc<dyn AssignmentQueue>, LeaderPass), QueueError> {
+    match config {
+        QueueConfig::Embedded => {
+            let queue = EmbeddedQueue::open(&private.join("queue.redb"))?;
+            let pass = LeaderPass::of_database(&queue);
+            Ok((Arc::new(queue), pass))
+        }
+        QueueConfig::JetStream(settings) => {
+            let outbox = private.join("outbox.redb");
+            let queue = JetStreamQueue::open(&outbox, settings.as_ref().clone(), JetStreamOptions::default()).await?;
+            let pass = LeaderPass::of_outbox(&queue);
+            Ok((Arc::new(queue), pass))
+        }
+    }
 }
 
 async fn own_identity(config: &Config, authority: &Authority) -> anyhow::Result<Identity> {
@@ -243,6 +264,9 @@ impl Parts<'_> {
         running.beginning("worker/refusals", worker::refusals(workshop, self.begin.clone()));
         let leases = worker::extend_leases(Arc::clone(&core.queue), core.leases.clone(), self.begin.clone());
         running.beginning("leases", leases);
+        let (queue, metrics, stop) = (Arc::clone(&core.queue), core.metrics.clone(), self.begin.clone());
+        running.beginning("queue/store", deliveries::store(Arc::clone(&queue), metrics.clone(), stop.clone()));
+        running.beginning("queue/deliveries", deliveries::deliveries(queue, metrics, stop));
         running.beginning("waiting", self.waiting().run(self.begin.clone()));
         running.beginning("scheduler", self.scheduler(capabilities, status).run(self.begin.clone(), core.pass));
     }

@@ -73,6 +73,8 @@ pub struct Metrics {
     pub assignments_unpersisted: Gauge,
     pub lost_fetches: Counter,
     pub queue_depth: Family<LaneState, Gauge>,
+    pub queue_outbox: Gauge,
+    pub stuck_deliveries: Counter,
     pub capacity_slots: Family<BackendState, Gauge>,
     pub capacity_limit: Family<BackendLabel, Gauge>,
     pub jobs_inflight: Family<BackendState, Gauge>,
@@ -115,6 +117,8 @@ impl Metrics {
             assignments_unpersisted: Gauge::default(),
             lost_fetches: Counter::default(),
             queue_depth: Family::default(),
+            queue_outbox: Gauge::default(),
+            stuck_deliveries: Counter::default(),
             capacity_slots: Family::default(),
             capacity_limit: Family::default(),
             jobs_inflight: Family::default(),
@@ -150,6 +154,8 @@ impl Metrics {
         r.register("assignments_unpersisted", "Fetched tasks not yet durable", self.assignments_unpersisted.clone());
         r.register("lost_fetch", "Tasks given by Gitea that never became durable (rule R3)", self.lost_fetches.clone());
         r.register("queue_depth", "Assignments in the queue", self.queue_depth.clone());
+        r.register("queue_outbox", "Assignments not yet handed to the queue's server", self.queue_outbox.clone());
+        r.register("stuck_deliveries", "Assignments that the queue's server had given up", self.stuck_deliveries.clone());
         r.register("capacity_slots", "Slots by state", self.capacity_slots.clone());
         r.register("capacity_limit", "Configured capacity", self.capacity_limit.clone());
         r.register("jobs_inflight", "Environments by state", self.jobs_inflight.clone());

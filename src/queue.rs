@@ -10,6 +10,9 @@ use crate::ids::{Lane, TaskId};
 
 pub mod embedded;
 pub mod held;
+pub mod jetstream;
+mod store;
+mod stored;
 
 /// A sealed assignment larger than this is refused by `publish` (`TooLarge`).
 pub const MAX_SEALED_BYTES: usize = 48 << 20;
@@ -44,6 +47,22 @@ pub trait AssignmentQueue: Send + Sync {
     async fn highest_task(&self) -> Result<Option<TaskId>, QueueError>;
     /// Whether the last write succeeded and the store can be written (rule R1).
     async fn health(&self) -> QueueHealth;
+    /// Looks after the store: whether its server is there and as it must be, and what waits to be handed to it. Cheap while all is well.
+    /// A store without a server has nothing to do.
+    async fn tend(&self) -> Tended {
+        Tended::default()
+    }
+    /// Looks for assignments that the store holds and gives to nobody; those found twice in a row are brought back. How many.
+    async fn revive_stuck(&self) -> Result<u64, QueueError> {
+        Ok(0)
+    }
+}
+
+/// What a look after the store found.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Tended {
+    /// Assignments on our own disk that the server does not have yet.
+    pub outbox: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

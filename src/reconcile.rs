@@ -27,6 +27,7 @@ use crate::{
     slots::Slots,
 };
 
+pub mod deliveries;
 mod steps;
 
 /// A pass at least this often, whatever wakes it.

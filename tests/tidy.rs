@@ -72,6 +72,7 @@ const ALLOWED: &[(&str, &str, &str)] = &[
     ("backend", "leader::LeaderPass", "the right to act is an argument"),
     ("queue", "leader::LeaderPass", "the right to act is an argument"),
     ("leader", "queue::embedded", "the open database is the proof of leadership"),
+    ("leader", "queue::jetstream", "the lock of its outbox is the proof of leadership"),
     ("executor", "gitea", "the bridge speaks Gitea's protocol"),
     ("executor", "identity", "the bridge has the environment's identity"),
     ("reconcile", "slots", "only who sees an environment gone may free its slot, and only who counts them may restore one"),

@@ -19,7 +19,7 @@ use crate::{
     backend::local::{ForkPullRequests, Isolation, WithoutIsolation},
     cli::Demo,
     config::{
-        BackendConfig, Config, FacadeConfig, GiteaConfig, HttpConfig, IdentityConfig, KeyFiles, LocalSettings,
+        BackendConfig, Config, FacadeConfig, GiteaConfig, HttpConfig, IdentityConfig, KeyFiles, LocalSettings, QueueConfig,
         tools::{self, Tools},
     },
     daemon::{Daemon, RunError},
@@ -116,6 +116,7 @@ fn config(forge: &Forge, state: &Path) -> anyhow::Result<Config> {
     let backend = |kind, capacity| Some(BackendConfig { kind, capacity, timeout_seconds: 600 });
     let any = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
     Ok(Config {
+        queue: QueueConfig::Embedded,
         gitea: GiteaConfig { url: forge.url(), ca_file: None, uuid, token },
         state_directory: state.to_owned(),
         pod: backend(BackendKind::Pod, POD_CAPACITY),

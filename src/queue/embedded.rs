@@ -1,6 +1,6 @@
 //! The queue in a redb file of its own: for one controller on one machine.
 //!
-//! This file is the waiting and the waking; `rows` has the transactions, `file` opens the file and judges its failures. Every
+//! This file is the waiting and the waking; `rows` has the transactions, `store` opens the file and judges its failures. Every
 //! transaction is blocking and runs on a blocking thread. The file's lock makes this process the only one, so a start takes
 //! back every lease of the process before it. Deliveries are at least once: whoever acts on one must be able to do so again.
 
@@ -14,26 +14,28 @@ use async_trait::async_trait;
 use redb::{ReadTransaction, WriteTransaction};
 use tokio::sync::Notify;
 
-use self::{
-    file::Store,
-    rows::{Held, Taken},
-    stored::{Failure, Step},
-};
+use self::rows::{Held, Taken};
+pub use super::store::MIN_FREE_BYTES;
 use super::{
     AssignmentQueue, Dead, Depth, Lease, MAX_DELAY, MAX_SEALED_BYTES, Published, QueueError, QueueHealth, Queued, QueuedFacts,
     Settled,
+    store::{self, Kind, Store},
+    stored::{self, Failure, Step},
 };
 use crate::ids::{Lane, TaskId};
 
 mod dead;
-mod file;
 mod rows;
-mod stored;
+
+const KIND: Kind = Kind {
+    found: rows::found,
+    take_over: rows::take_over,
+    holds: "It holds the jobs that were taken from Gitea and not started yet.",
+    without: "the queue is then empty, and jobs that Gitea still shows as running without a log must be cancelled and run again there",
+};
 
 /// A lease ends this long after it was given or extended.
 pub const LEASE_TIME: Duration = Duration::from_secs(60);
-/// With less space free than this no job is taken from Gitea (rule R1).
-pub const MIN_FREE_BYTES: u64 = 512 << 20;
 /// No `lease` call waits longer.
 const MAX_WAIT: Duration = Duration::from_secs(3600);
 
@@ -69,7 +71,7 @@ impl EmbeddedQueue {
 
     pub fn open_with(path: &Path, options: EmbeddedOptions) -> Result<Self, QueueError> {
         let EmbeddedOptions { lease_time, min_free_bytes } = options;
-        let store = Arc::new(Store::open(path, min_free_bytes)?);
+        let store = Arc::new(Store::open(path, &KIND, min_free_bytes)?);
         Ok(Self { store, lease_time, wakes: Default::default() })
     }
 
@@ -78,35 +80,18 @@ impl EmbeddedQueue {
         wake.ok_or_else(|| QueueError::Unavailable(format!("lane {lane} has no place in this queue")))
     }
 
-    /// Runs on a blocking thread, to its end, also when the caller is dropped meanwhile.
-    async fn blocking<T: Send + 'static>(
-        &self,
-        work: impl FnOnce(&Store) -> Result<T, QueueError> + Send + 'static,
-    ) -> Result<T, QueueError> {
-        let store = Arc::clone(&self.store);
-        match tokio::task::spawn_blocking(move || work(&store)).await {
-            Ok(done) => done,
-            Err(error) => {
-                // Only a panic comes here, or the runtime's end. The file is opened and checked again before the next write.
-                let error = QueueError::Unavailable(format!("run a transaction: {error}"));
-                self.store.note(error.clone());
-                Err(error)
-            }
-        }
-    }
-
     async fn write<T: Send + 'static>(
         &self,
         change: impl FnOnce(&WriteTransaction) -> Result<Step<T>, Failure> + Send + 'static,
     ) -> Result<T, QueueError> {
-        self.blocking(move |store| store.write(change)).await
+        self.store.run(move |store| store.write(change)).await
     }
 
     async fn read<T: Send + 'static>(
         &self,
         look: impl FnOnce(&ReadTransaction) -> Result<T, Failure> + Send + 'static,
     ) -> Result<T, QueueError> {
-        self.blocking(move |store| store.read(look)).await
+        self.store.run(move |store| store.read(look)).await
     }
 
     /// When something leased or extended now is due again.
@@ -172,7 +157,7 @@ impl AssignmentQueue for EmbeddedQueue {
     }
 
     async fn reject(&self, lease: Lease, reason: &str) -> Result<(), QueueError> {
-        let (held, reason, at_ms) = (Held::from(&lease), reason.to_owned(), file::wall_ms());
+        let (held, reason, at_ms) = (Held::from(&lease), reason.to_owned(), store::wall_ms());
         self.write(move |txn| rows::reject(txn, &held, &reason, at_ms)).await
     }
 
@@ -203,7 +188,7 @@ impl AssignmentQueue for EmbeddedQueue {
     }
 
     async fn health(&self) -> QueueHealth {
-        match self.blocking(|store| Ok(store.health())).await {
+        match self.store.run(|store| Ok(store.health())).await {
             Ok(health) => health,
             Err(error) => QueueHealth::Unfit(error.to_string()),
         }

@@ -1,4 +1,4 @@
-//! The queue: what every implementation must do (`suite`), and what the embedded one must survive (the others).
+//! The queue: what every implementation must do (`suite`), and what the embedded one must survive (the others). JetStream needs its server, so its part is of the group `nats`.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{any::Any, path::Path, sync::Arc, time::Duration};
@@ -11,10 +11,11 @@ use gitea_dynamic_runner::queue::{
 mod crash;
 mod disk;
 mod embedded;
+mod jetstream;
 mod model;
-#[path = "../support/small_disk.rs"]
-mod small_disk;
 mod suite;
+#[path = "../support/mod.rs"]
+mod support;
 
 /// A queue, and what must live as long as it.
 pub(crate) struct Rig {
@@ -45,3 +46,5 @@ async fn embedded_rig(lease_time: Duration) -> Rig {
 }
 
 suite::run_for!(embedded_rig);
+
+pub(crate) use support::small_disk;

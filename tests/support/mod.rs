@@ -15,6 +15,7 @@ use std::{
 
 pub(crate) mod controller;
 pub(crate) mod gitea;
+pub(crate) mod nats;
 pub(crate) mod official;
 pub(crate) mod rest;
 pub(crate) mod small_disk;

@@ -6,8 +6,13 @@
 use redb::{ReadTransaction, ReadableTable, ReadableTableMetadata, TableDefinition, WriteTransaction};
 use serde::{Deserialize, Serialize};
 
-use super::stored::{Failure, decode, encode, lane_of};
-use crate::{ids::TaskId, queue::Dead};
+use crate::{
+    ids::TaskId,
+    queue::{
+        Dead,
+        stored::{Failure, decode, encode, lane_of},
+    },
+};
 
 /// At most so many are kept, the newest.
 const DEAD_KEPT: u64 = 1000;

@@ -7,13 +7,13 @@
 use redb::{ReadTransaction, ReadableTable, Table, TableDefinition, WriteTransaction};
 use serde::{Deserialize, Serialize};
 
-use super::{
-    dead,
-    stored::{Failure, Step, decode, encode, lane_of, ms},
-};
+use super::dead;
 use crate::{
     ids::{Lane, TaskId},
-    queue::{Dead, Depth, Lease, LeaseToken, MAX_DELAY, Published, QueueError, Queued, QueuedFacts, QueuedState, Settled},
+    queue::{
+        Dead, Depth, Lease, LeaseToken, MAX_DELAY, Published, QueueError, Queued, QueuedFacts, QueuedState, Settled,
+        stored::{Failure, Step, decode, encode, lane_of, ms},
+    },
 };
 
 const SCHEMA: u64 = 1;

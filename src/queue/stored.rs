@@ -1,4 +1,4 @@
-//! What the code of every table shares: how a row is spelled, and how a transaction ends.
+//! What the code of every table in a file shares: how a row is spelled, and how a transaction ends.
 
 use std::time::Duration;
 

@@ -1,8 +1,7 @@
-//! The queue's file: who may open it, what is done when it fails, and when it is trusted again.
+//! A file with jobs that nothing else knows: who may open it, what is done when it fails, and when it is trusted again.
 //!
 //! A lock file beside it belongs to this process for life; redb's own lock is let go for a moment when the file is opened again.
-//! An existing file is never replaced or started empty: what it held are jobs that nothing else knows. Blocking; what the
-//! transactions do is for `rows`.
+//! An existing file is never replaced or started empty. Blocking; the tables are its user's ([`Kind`]).
 
 use std::{
     fmt,
@@ -10,28 +9,41 @@ use std::{
     io,
     panic::{AssertUnwindSafe, catch_unwind},
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError, RwLock},
+    sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use redb::{Builder, Database, Durability, ReadTransaction, ReadableDatabase, WriteTransaction};
 
 use super::{
-    rows,
+    QueueError, QueueHealth,
     stored::{self, Failure, Step},
 };
-use crate::{
-    failpoint, files,
-    queue::{QueueError, QueueHealth},
-};
+use crate::{failpoint, files};
 
+/// With less space free than this no job is taken from Gitea (rule R1).
+pub const MIN_FREE_BYTES: u64 = 512 << 20;
 /// redb takes 1 GiB unless told; the queue is small, and most of it is read once.
 const CACHE_BYTES: usize = 8 << 20;
 /// A failed store is opened again at most this often.
 const REOPEN_PAUSE: Duration = Duration::from_secs(1);
 
+/// What one kind of file has of its own.
+pub(super) struct Kind {
+    /// Makes the tables of a new file.
+    pub(super) found: fn(&WriteTransaction) -> Result<Step<()>, Failure>,
+    /// Checks that the file is one of ours and every row readable, and writes, which proves that it can be written. It is given the
+    /// time in milliseconds, and whether this process opens the file for the first time.
+    pub(super) take_over: fn(&WriteTransaction, u64, bool) -> Result<Step<()>, Failure>,
+    /// A sentence for the operator of a damaged file.
+    pub(super) holds: &'static str,
+    /// What is so after he moved it away.
+    pub(super) without: &'static str,
+}
+
 pub(super) struct Store {
     path: PathBuf,
+    kind: &'static Kind,
     /// Held, not read.
     _lock: File,
     min_free_bytes: u64,
@@ -44,7 +56,7 @@ pub(super) struct Store {
 struct Open {
     /// `None` only after a failed attempt to open it again.
     database: Option<Database>,
-    /// Whether the leases of the process before this one were taken back.
+    /// Whether this process has had it open before.
     taken_over: bool,
 }
 
@@ -78,12 +90,12 @@ impl fmt::Debug for Store {
 }
 
 impl Store {
-    pub(super) fn open(path: &Path, min_free_bytes: u64) -> Result<Self, QueueError> {
+    pub(super) fn open(path: &Path, kind: &'static Kind, min_free_bytes: u64) -> Result<Self, QueueError> {
         let lock = lock_beside(path)?;
-        create_if_missing(path)?;
+        create_if_missing(path, kind)?;
         let clock = Clock { opened_ms: wall_ms(), opened: Instant::now() };
         let open = RwLock::new(Open { database: None, taken_over: false });
-        let store = Self { path: path.to_owned(), _lock: lock, min_free_bytes, clock, open, trouble: Mutex::new(None) };
+        let store = Self { path: path.to_owned(), kind, _lock: lock, min_free_bytes, clock, open, trouble: Mutex::new(None) };
         match store.reopen() {
             // A full disk does not keep a controller from starting: it can be looked at, and takes no jobs.
             Err(error @ QueueError::Unavailable(_)) if store.is_open() => store.note(error),
@@ -94,6 +106,23 @@ impl Store {
 
     pub(super) fn now_ms(&self) -> u64 {
         self.clock.now_ms()
+    }
+
+    /// Runs on a blocking thread, to its end, also when the caller is dropped meanwhile.
+    pub(super) async fn run<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Store) -> Result<T, QueueError> + Send + 'static,
+    ) -> Result<T, QueueError> {
+        let store = Arc::clone(self);
+        match tokio::task::spawn_blocking(move || work(&store)).await {
+            Ok(done) => done,
+            Err(error) => {
+                // Only a panic comes here, or the runtime's end. The file is opened and checked again before the next write.
+                let error = QueueError::Unavailable(format!("run a transaction: {error}"));
+                self.note(error.clone());
+                Err(error)
+            }
+        }
     }
 
     /// One durable transaction, or none.
@@ -147,16 +176,16 @@ impl Store {
         let error = match done {
             Some(Ok(value)) => return Ok(value),
             Some(Err(Failure::Refused(error))) => return Err(error),
-            Some(Err(Failure::Row(what))) => damaged(&self.path, &what),
-            Some(Err(Failure::Store(error))) => store_error(&self.path, error),
+            Some(Err(Failure::Row(what))) => damaged(&self.path, self.kind, &what),
+            Some(Err(Failure::Store(error))) => store_error(&self.path, self.kind, error),
             None => QueueError::Unavailable(format!("{} could not be opened again", self.path.display())),
         };
         self.note(error.clone());
         Err(error)
     }
 
-    /// After this nothing is written before the file was opened again. Also called where a transaction panicked.
-    pub(super) fn note(&self, error: QueueError) {
+    /// After this nothing is written before the file was opened again.
+    fn note(&self, error: QueueError) {
         let mut trouble = self.trouble();
         if trouble.is_none() {
             tracing::warn!(%error, "queue failed");
@@ -189,15 +218,15 @@ impl Store {
     fn reopen(&self) -> Result<(), QueueError> {
         let mut open = self.open.write().unwrap_or_else(PoisonError::into_inner);
         open.database = None;
-        let (now, leases_end) = (self.clock.now_ms(), !open.taken_over);
-        let database = open.database.insert(open_checked(&self.path)?);
-        match write_to(database, |txn| rows::take_over(txn, now, leases_end)) {
+        let (now, first) = (self.clock.now_ms(), !open.taken_over);
+        let database = open.database.insert(open_checked(&self.path, self.kind)?);
+        match write_to(database, |txn| (self.kind.take_over)(txn, now, first)) {
             Ok(()) => {
                 open.taken_over = true;
                 Ok(())
             }
-            Err(Failure::Store(error)) => Err(store_error(&self.path, error)),
-            Err(Failure::Row(what)) => Err(damaged(&self.path, &what)),
+            Err(Failure::Store(error)) => Err(store_error(&self.path, self.kind, error)),
+            Err(Failure::Row(what)) => Err(damaged(&self.path, self.kind, &what)),
             Err(Failure::Refused(error)) => Err(error),
         }
     }
@@ -240,40 +269,40 @@ fn lock_beside(path: &Path) -> Result<File, QueueError> {
 
 /// A new file gets its name only when it is whole, so that an empty or half-made one under this name was never ours.
 /// A crash in between leaves the `.new` file, which the next start replaces.
-fn create_if_missing(path: &Path) -> Result<(), QueueError> {
+fn create_if_missing(path: &Path, kind: &Kind) -> Result<(), QueueError> {
     if path.try_exists().map_err(|error| unavailable("find", path, &error))? {
         return Ok(());
     }
     let new = files::with_suffix(path, ".new");
     files::remove(&new).map_err(|error| unavailable("remove", &new, &error))?;
-    let database = builder().create(&new).map_err(|error| store_error(&new, error.into()))?;
-    match write_to(&database, rows::found) {
+    let database = builder().create(&new).map_err(|error| store_error(&new, kind, error.into()))?;
+    match write_to(&database, kind.found) {
         Ok(()) => {}
-        Err(Failure::Store(error)) => return Err(store_error(&new, error)),
+        Err(Failure::Store(error)) => return Err(store_error(&new, kind, error)),
         Err(Failure::Row(what)) => return Err(QueueError::Unavailable(what)),
         Err(Failure::Refused(error)) => return Err(error),
     }
-    database.close().map_err(|error| store_error(&new, error.into()))?;
+    database.close().map_err(|error| store_error(&new, kind, error.into()))?;
     failpoint::reached("queue.new");
     fs::rename(&new, path).map_err(|error| unavailable("name", path, &error))?;
     files::sync_folder_of(path).map_err(|error| unavailable("sync the folder of", path, &error))
 }
 
-fn open_checked(path: &Path) -> Result<Database, QueueError> {
+fn open_checked(path: &Path, kind: &Kind) -> Result<Database, QueueError> {
     // Nothing of ours is changed by a panic in there; the file is.
     match catch_unwind(AssertUnwindSafe(|| builder().open(path))) {
         Ok(Ok(database)) => Ok(database),
-        Ok(Err(error)) => Err(store_error(path, error.into())),
-        Err(_panic) => Err(damaged(path, "the database panics when it opens it")),
+        Ok(Err(error)) => Err(store_error(path, kind, error.into())),
+        Err(_panic) => Err(damaged(path, kind, "the database panics when it opens it")),
     }
 }
 
-fn store_error(path: &Path, error: redb::Error) -> QueueError {
+fn store_error(path: &Path, kind: &Kind, error: redb::Error) -> QueueError {
     use io::ErrorKind::{InvalidData, QuotaExceeded, StorageFull, UnexpectedEof};
     match error {
         redb::Error::DatabaseAlreadyOpen | redb::Error::LockProtocolMismatch => in_use(path),
         redb::Error::Io(error) => match error.kind() {
-            InvalidData | UnexpectedEof => damaged(path, &error.to_string()),
+            InvalidData | UnexpectedEof => damaged(path, kind, &error.to_string()),
             StorageFull | QuotaExceeded => QueueError::Unavailable(format!(
                 "no space is left to write {} ({error}): free some space, the controller goes on by itself",
                 path.display()
@@ -283,16 +312,15 @@ fn store_error(path: &Path, error: redb::Error) -> QueueError {
         error @ (redb::Error::PreviousIo | redb::Error::DatabaseClosed | redb::Error::LockPoisoned(_)) => {
             QueueError::Unavailable(format!("use {}: {error}", path.display()))
         }
-        error => damaged(path, &error.to_string()),
+        error => damaged(path, kind, &error.to_string()),
     }
 }
 
-fn damaged(path: &Path, what: &str) -> QueueError {
-    let path = path.display();
+fn damaged(path: &Path, kind: &Kind, what: &str) -> QueueError {
+    let (path, Kind { holds, without, .. }) = (path.display(), kind);
     QueueError::Damaged(format!(
-        "{path} cannot be trusted ({what}). It holds the jobs that were taken from Gitea and not started yet. If an older version \
-         of this program reads it, run that one. Else move it away (mv {path} {path}.bad) and start again: the queue is then \
-         empty, and jobs that Gitea still shows as running without a log must be cancelled and run again there"
+        "{path} cannot be trusted ({what}). {holds} If an older version of this program reads it, run that one. Else move it away \
+         (mv {path} {path}.bad) and start again: {without}"
     ))
 }
 
