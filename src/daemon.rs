@@ -14,7 +14,6 @@ use crate::{
         Backend,
         local::{Isolation, LocalBackend, LocalConfig},
     },
-    backoff::Backoff,
     claims::Claims,
     config::{BackendConfig, Config, GiteaConfig, LocalSettings, tools::Tools},
     environment::Target,
@@ -26,6 +25,7 @@ use crate::{
     ids::BackendKind,
     leader::LeaderPass,
     metrics::{BackendLabel, Metrics},
+    mirror::{self, Mirror},
     plan,
     queue::{AssignmentQueue, embedded::EmbeddedQueue, held::Leases},
     reconcile::{Reconciler, Steps},
@@ -37,9 +37,10 @@ use crate::{
 };
 
 mod running;
+mod start;
 mod state;
 
-use self::running::Running;
+use self::{running::Running, start::count_environments};
 
 const IDENTITY_LIMIT: Duration = Duration::from_secs(30);
 /// Of the facade. An environment has four at most, and there are as many as slots.
@@ -65,6 +66,7 @@ struct Core {
     backends: HashMap<BackendKind, Arc<dyn Backend>>,
     slots: HashMap<BackendKind, Slots>,
     metrics: Metrics,
+    mirror: Mirror,
     facade_url: String,
 }
 
@@ -99,6 +101,8 @@ impl Daemon {
         let authority =
             Authority::open(&state.private.join("ca"), &config.identity.trust_domain).context("open certificate authority")?;
         let (metrics, mut backends, mut slots) = (Metrics::new(), HashMap::new(), HashMap::new());
+        let mirror =
+            Mirror::open(&state.private.join(mirror::FILE), config.gitea.instance(), metrics.clone()).context("open mirror")?;
         for backend in config.backends() {
             let local = local_backend(&config, backend, &tools).with_context(|| format!("make {} backend", backend.kind))?;
             backends.insert(backend.kind, local);
@@ -113,8 +117,22 @@ impl Daemon {
             None => format!("https://{}", facade_listener.local_addr().context("look up facade address")?),
         };
         let (queue, leases): (Arc<dyn AssignmentQueue>, _) = (Arc::new(queue), Leases::default());
-        let core =
-            Core { config, tools, rpc, queue, pass, keys, claims, leases, authority, backends, slots, metrics, facade_url };
+        let core = Core {
+            config,
+            tools,
+            rpc,
+            queue,
+            pass,
+            keys,
+            claims,
+            leases,
+            authority,
+            backends,
+            slots,
+            metrics,
+            mirror,
+            facade_url,
+        };
         Ok(Self { core, facade_listener, http_listener })
     }
 
@@ -142,6 +160,7 @@ impl Daemon {
         let ended = running.watch(&stop).await;
         tracing::info!("stopping: nothing new is begun; running environments go on");
         running.end(&core.authority).await;
+        core.mirror.close().await;
         match ended {
             Some(ended) => Err(ended.into()),
             None => Ok(()),
@@ -161,23 +180,6 @@ async fn own_identity(config: &Config, authority: &Authority) -> anyhow::Result<
     Identity::connect(&endpoint, &identity.trust_domain, &identity.facade_spiffe_id, IDENTITY_LIMIT)
         .await
         .context("get the controller's own identity")
-}
-
-/// The first pass of each backend, until each has answered: before that, nobody knows whose request is whose.
-async fn count_environments(reconcilers: Vec<Reconciler>, stop: &CancellationToken) -> Vec<(Reconciler, Steps)> {
-    let mut counted = Vec::new();
-    for reconciler in reconcilers {
-        let (mut steps, mut backoff) = (Steps::new(), Backoff::new(Duration::from_millis(200), Duration::from_secs(10)));
-        while let Err(e) = reconciler.environments_pass(&mut steps).await {
-            tracing::warn!(backend = %reconciler.backend.kind(), error = %e, "failed to count environments; will try again");
-            tokio::select! {
-                () = backoff.wait() => {}
-                () = stop.cancelled() => break,
-            }
-        }
-        counted.push((reconciler, steps));
-    }
-    counted
 }
 
 fn local_backend(config: &Config, backend: &BackendConfig, tools: &Tools) -> anyhow::Result<Arc<dyn Backend>> {
@@ -204,6 +206,7 @@ impl Parts<'_> {
     /// What must be there before anything else runs: our identity, and a count of the environments that exist.
     async fn start(&self) -> anyhow::Result<(Identity, Vec<(Reconciler, Steps)>)> {
         let identity = own_identity(&self.core.config, &self.core.authority).await?;
+        self.remember_attempts().await;
         let reconcilers = count_environments(self.reconcilers(), &self.begin).await;
         self.core.claims.counted();
         Ok((identity, reconcilers))
@@ -244,6 +247,7 @@ impl Parts<'_> {
         let leases = worker::extend_leases(Arc::clone(&core.queue), core.leases.clone(), self.begin.clone());
         running.beginning("leases", leases);
         running.beginning("waiting", self.waiting().run(self.begin.clone()));
+        running.beginning("mirror", self.keeper().run());
         running.beginning("scheduler", self.scheduler(capabilities, status).run(self.begin.clone(), core.pass));
     }
 
@@ -293,6 +297,7 @@ impl Parts<'_> {
             version: format!("gitea-dynamic-runner v{}", env!("CARGO_PKG_VERSION")),
             capabilities: if self.cleans_up() { vec!["cancelling".into()] } else { Vec::new() },
             metrics: core.metrics.clone(),
+            mirror: core.mirror.clone(),
             server_capabilities,
             status,
         }
@@ -313,7 +318,7 @@ impl Parts<'_> {
     }
 
     fn workshop(&self) -> Workshop {
-        let Core { rpc, queue, pass, keys, claims, leases, metrics, .. } = self.core;
+        let Core { rpc, queue, pass, keys, claims, leases, metrics, mirror, .. } = self.core;
         Workshop {
             rpc: rpc.clone(),
             queue: Arc::clone(queue),
@@ -323,6 +328,7 @@ impl Parts<'_> {
             keys: keys.clone(),
             binder: self.binder.clone(),
             metrics: metrics.clone(),
+            mirror: mirror.clone(),
             pass: *pass,
             target: self.target(),
         }
@@ -339,6 +345,7 @@ impl Parts<'_> {
             keys: core.keys.clone(),
             slots: core.slots.clone(),
             metrics: core.metrics.clone(),
+            mirror: core.mirror.clone(),
             pass: core.pass,
         }
     }
@@ -353,6 +360,7 @@ impl Parts<'_> {
             backends: core.backends.clone(),
             pass: core.pass,
             metrics: core.metrics.clone(),
+            mirror: core.mirror.clone(),
             server_capabilities,
         }
     }
@@ -372,6 +380,7 @@ impl Parts<'_> {
             binder: self.binder.clone(),
             target: self.target(),
             metrics: core.metrics.clone(),
+            mirror: core.mirror.clone(),
             pass: core.pass,
             stop_grace: if self.cleans_up() { plan::STOP_GRACE_CLEANUP } else { plan::STOP_GRACE },
             silence_limit: core.config.silence_limit,
