@@ -16,16 +16,16 @@ use std::{
 use redb::{Database, ReadableDatabase as _};
 use tokio::sync::{mpsc, oneshot};
 
-pub use self::{
-    file::Reader,
-    job::{Details, Event, Finished, Job, Outcome, Phase, Slot, Times, Unreadable, read_any_row},
-    migrate::SCHEMA,
-    read::{Filter, OpenJob, Overview, Snapshot},
-    rows::Keep,
-};
 use self::{
     file::Trouble,
     writer::{Missed, Order, Writer},
+};
+pub use self::{
+    job::{Details, Event, Finished, Job, Outcome, Phase, Slot, Times, Unreadable, read_any_row},
+    migrate::SCHEMA,
+    read::{Filter, OpenJob, Overview, Snapshot},
+    reader::Reader,
+    rows::Keep,
 };
 use crate::{
     assignment::Assignment,
@@ -38,6 +38,7 @@ mod file;
 mod job;
 mod migrate;
 mod read;
+mod reader;
 mod rows;
 mod writer;
 

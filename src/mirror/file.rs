@@ -15,12 +15,11 @@ use redb::{Builder, ConcurrencyMode, Database, Durability, ReadableDatabase as _
 
 use super::{
     migrate::{self, SCHEMA},
-    read::Snapshot,
     rows::{self, Failure, META, META_INSTANCE, META_SCHEMA},
 };
 use crate::{files, ids::InstanceId};
 
-const CACHE_BYTES: usize = 4 << 20;
+pub(super) const CACHE_BYTES: usize = 4 << 20;
 /// Files set aside that are kept, the newest.
 const KEPT_ASIDE: usize = 3;
 
@@ -88,7 +87,7 @@ pub(super) fn open(path: &Path, instance: &InstanceId, now_ms: u64) -> Result<(D
 }
 
 /// What of redb panics on a damaged file must not take more with it than the file.
-fn guarded<T>(work: impl FnOnce() -> Result<T, Trouble>) -> Result<T, Trouble> {
+pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T, Trouble>) -> Result<T, Trouble> {
     match catch_unwind(AssertUnwindSafe(work)) {
         Ok(done) => done,
         Err(_panic) => Err(Trouble::Damaged("the database panics on it".into())),
@@ -194,57 +193,6 @@ pub(super) fn lock(path: &Path) -> Result<File, Trouble> {
             lock_path.display()
         ))),
         Err(TryLockError::Error(e)) => Err(Trouble::io("lock", &lock_path, &e)),
-    }
-}
-
-/// The file read beside a running controller, or without one. Changes nothing.
-pub struct Reader(redb::ReadOnlyDatabase);
-
-impl Reader {
-    /// # Errors
-    /// A text for the operator, with the way out.
-    pub fn open(path: &Path) -> Result<Self, String> {
-        let opened = guarded(|| {
-            let mut builder = Builder::new();
-            builder.set_cache_size(CACHE_BYTES).set_concurrency_mode(ConcurrencyMode::SingleWriter);
-            builder.open_read_only(path).map_err(|e| Trouble::of(e.into()))
-        });
-        let shown = path.display();
-        let reader = match opened {
-            Ok(database) => Self(database),
-            Err(Trouble::Unavailable(why)) if !path.exists() => {
-                return Err(format!(
-                    "there is no mirror at {shown} ({why}): is STATE_DIRECTORY right, and has a controller run there?"
-                ));
-            }
-            Err(Trouble::Unavailable(why) | Trouble::InUse(why)) => return Err(format!("read {shown}: {why}")),
-            Err(Trouble::Damaged(why) | Trouble::OtherInstance(why)) => {
-                return Err(format!(
-                    "{shown} cannot be read ({why}): a controller sets it aside at its next start, and makes it anew"
-                ));
-            }
-            Err(Trouble::Newer(version)) => return Err(newer(path, version)),
-        };
-        let schema = reader.schema();
-        match schema {
-            Ok(SCHEMA) => Ok(reader),
-            Ok(older) if older < SCHEMA => {
-                Err(format!("{shown} has the older layout {older}: start the controller once, it brings it to layout {SCHEMA}"))
-            }
-            Ok(version) => Err(newer(path, version)),
-            Err(why) => Err(format!("{shown} cannot be read ({why})")),
-        }
-    }
-
-    fn schema(&self) -> Result<u64, String> {
-        let txn = self.0.begin_read().map_err(|e| e.to_string())?;
-        let table = txn.open_table(META).map_err(|e| e.to_string())?;
-        let value = table.get(META_SCHEMA).map_err(|e| e.to_string())?;
-        value.and_then(|v| v.value().try_into().ok().map(u64::from_le_bytes)).ok_or_else(|| "it does not say its version".into())
-    }
-
-    pub fn snapshot(&self) -> Result<Snapshot, String> {
-        self.0.begin_read().map(Snapshot).map_err(|e| e.to_string())
     }
 }
 
