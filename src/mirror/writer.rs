@@ -9,6 +9,7 @@ use std::{
     fs::{self, File},
     os::unix::fs::MetadataExt as _,
     panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
     sync::{Arc, PoisonError, atomic::Ordering},
     time::{Duration, Instant},
 };
@@ -66,8 +67,8 @@ pub(super) struct Writer {
     shared: Arc<Shared>,
     /// Held, not read.
     _lock: File,
-    /// Device, number and length of the open file: another under its name, or a shorter one, is not the one we write.
-    place: Option<(u64, u64, u64)>,
+    /// Of the file as we left it: another under its name, or one that somebody else wrote to, is not ours any more.
+    place: Option<Place>,
     next_try: Option<Instant>,
     warned: bool,
 }
@@ -185,9 +186,7 @@ impl Writer {
 
     /// Somebody may have removed, replaced or cut the file under us; writing on would write to nowhere.
     fn check_place(&mut self) {
-        let (Some((device, number, length)), true) = (self.place, self.is_open()) else { return };
-        let same = place(&self.shared.path).is_some_and(|(d, n, l)| (d, n) == (device, number) && l >= length);
-        if !same {
+        if self.is_open() && self.place.is_some() && place(&self.shared.path) != self.place {
             self.put(None);
             self.next_try = None;
         }
@@ -279,7 +278,10 @@ impl Writer {
     }
 }
 
-fn place(path: &std::path::Path) -> Option<(u64, u64, u64)> {
+/// Device, number, length, and when it was written last.
+type Place = (u64, u64, u64, (i64, i64));
+
+fn place(path: &Path) -> Option<Place> {
     let meta = fs::metadata(path).ok()?;
-    Some((meta.dev(), meta.ino(), meta.len()))
+    Some((meta.dev(), meta.ino(), meta.len(), (meta.mtime(), meta.mtime_nsec())))
 }
