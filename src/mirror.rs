@@ -74,6 +74,10 @@ pub enum What {
     Returned {
         reason: String,
     },
+    /// It was in no queue and no environment, and is queued again.
+    Republished {
+        reason: String,
+    },
     /// Its environment exists.
     Created {
         environment: String,

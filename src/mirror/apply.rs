@@ -40,6 +40,10 @@ pub(super) fn apply(tables: &mut Tables<'_>, note: &Note) -> Result<(), Failure>
             }
             Ok(())
         }
+        What::Republished { reason } => {
+            let changed = change(tables, task, now, |job| waits(job).then(|| waits_again(job, reason)))?;
+            told(tables, changed, task, now, "republished", reason)
+        }
         What::Created { environment } => {
             let changed = change(tables, task, now, |job| {
                 waits(job).then(|| {

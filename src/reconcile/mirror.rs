@@ -19,7 +19,7 @@ use crate::{
     ids::{AssignmentId, BackendKind, Lane, TaskId},
     leader::LeaderPass,
     metrics::Metrics,
-    mirror::{Details, Job, Keep, Mirror, OpenJob, Phase, Seen, What, ms_of},
+    mirror::{Details, Keep, Mirror, OpenJob, Phase, Seen, What, ms_of},
     queue::AssignmentQueue,
     slots::Slots,
 };
@@ -131,12 +131,11 @@ impl Keeper {
             }
             let environment = facts.environments.get(&task).filter(|e| !e.terminal);
             let shown = match open.get(&task) {
-                Some(open) => shows(&open.job, open.has_payload, environment),
+                Some(open) => shows(open, environment, facts.held.contains(&task)),
                 None => self.is_over(task, environment).await,
             };
             if !shown {
-                self.repair(facts, task, environment).await;
-                repairs += 1;
+                repairs += usize::from(self.repair(facts, task, environment, open.contains_key(&task)).await);
             }
         }
         for (task, reason) in &facts.dead {
@@ -165,17 +164,22 @@ impl Keeper {
         Some((assignment, held.sealed))
     }
 
-    async fn repair(&self, facts: &Facts, task: TaskId, environment: Option<&Observed>) {
+    /// `false`: there is nothing better to show than what is shown.
+    async fn repair(&self, facts: &Facts, task: TaskId, environment: Option<&Observed>, has_row: bool) -> bool {
         let claimed = environment.is_some_and(|e| e.claimed);
         // Of a claimed one the envelope may be another job's by now (rule R4).
         let envelope = if claimed { None } else { self.envelope(task).await };
+        // Its envelope cannot be opened now (another seal key, say); the row is as good as it can be.
+        if has_row && envelope.is_none() && environment.is_none() {
+            return false;
+        }
         let phase = match environment {
             Some(_) if claimed => Phase::Claimed,
             Some(_) => Phase::Starting,
             None => Phase::Queued,
         };
         let lane = environment.map(|e| e.backend.lane()).or_else(|| facts.queued.get(&task).copied());
-        let Some(lane) = lane else { return };
+        let Some(lane) = lane else { return false };
         self.metrics.mirror_repairs.inc();
         let shown = environment.map(|e| Details {
             repository: e.repository.clone(),
@@ -194,6 +198,7 @@ impl Keeper {
             sealed: envelope.map(|(_, sealed)| sealed),
         };
         self.mirror.note(task, What::Seen(Box::new(seen)));
+        true
     }
 
     async fn compare_slots(&self) {
@@ -211,12 +216,14 @@ impl Keeper {
 }
 
 /// Whether an open row shows what is there.
-fn shows(job: &Job, has_payload: bool, environment: Option<&Observed>) -> bool {
+fn shows(open: &OpenJob, environment: Option<&Observed>, held: bool) -> bool {
+    let job = &open.job;
     match environment {
         Some(e) if e.claimed => job.phase == Phase::Claimed && job.environment.as_deref() == Some(e.name.as_str()),
         Some(e) => job.phase == Phase::Starting && job.environment.as_deref() == Some(e.name.as_str()),
         // A claimed job that is still queued is looked after by those who complete it.
         None if job.phase == Phase::Claimed => true,
-        None => job.environment.is_none() && has_payload && job.details.token_hash.is_some(),
+        None if job.phase == Phase::Starting && !held => false,
+        None => job.environment.is_none() && open.has_payload && job.details.token_hash.is_some(),
     }
 }

@@ -99,6 +99,7 @@ impl Keeper {
             Ok(Published::Stored) => {
                 tracing::warn!(assignment = %assignment.id, backend = %assignment.lane,
                     "a job was in the mirror and in no queue and no environment (was the queue lost?); queued it again from the mirror's copy");
+                self.mirror.note(assignment.task, What::Republished { reason: "the queue had lost it".into() });
                 Some("republished")
             }
             Ok(Published::Duplicate) => None,

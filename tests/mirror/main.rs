@@ -12,5 +12,6 @@ mod world;
 mod deleted;
 mod file;
 mod migrations;
+mod passes;
 mod shown;
 mod stranded;
