@@ -5,152 +5,112 @@
 
 use super::{
     Note, Seen, What,
-    job::{Details, Finished, Job, Outcome, Phase, text},
+    job::{Finished, Job, Outcome, Phase, text},
     rows::{Failure, META_RECONCILED, Tables},
 };
-use crate::ids::{Lane, TaskId};
+use crate::ids::TaskId;
 
 pub(super) fn apply(tables: &mut Tables<'_>, note: &Note) -> Result<(), Failure> {
-    let Note { task, at_ms: now, what } = note;
-    let (task, now) = (*task, *now);
-    match what {
+    let (task, now) = (note.task, note.at_ms);
+    match &note.what {
         What::Queued { lane, details, fetched_ms, sealed } => {
-            queued(tables, task, now, *lane, details, *fetched_ms, sealed.as_deref())
-        }
-        What::Slot => {
-            let Some(job) = change(tables, task, now, |job| {
-                waits(job).then(|| {
-                    job.phase = Phase::Starting;
-                    job.times.slot = Some(now);
-                })
-            })?
-            else {
-                return Ok(());
-            };
-            tables.take_slot(job.lane.code(), task, now)?;
-            tables.event(now, Some(task), "capacity_acquired", "a slot".into())
-        }
-        What::Returned { reason } => {
-            let changed = change(tables, task, now, |job| {
-                (job.phase == Phase::Starting && job.environment.is_none()).then(|| waits_again(job, reason))
-            })?;
-            if changed.is_some() {
-                tables.free_slot(task)?;
-                tables.event(now, Some(task), "backend_retry", reason.clone())?;
-            }
-            Ok(())
-        }
-        What::Republished { reason } => {
-            let changed = change(tables, task, now, |job| waits(job).then(|| waits_again(job, reason)))?;
-            told(tables, changed, task, now, "republished", reason)
-        }
-        What::Created { environment } => {
-            let changed = change(tables, task, now, |job| {
-                waits(job).then(|| {
-                    job.phase = Phase::Starting;
-                    if job.environment.as_ref() != Some(environment) {
-                        job.environment = Some(environment.clone());
-                        job.times.created = Some(now);
-                    }
-                })
-            })?;
-            told(tables, changed, task, now, "executor_created", environment)
-        }
-        What::Identity { environment } => {
-            let changed = change(tables, task, now, |job| of(job, environment).then(|| job.times.identity = Some(now)))?;
-            told(tables, changed, task, now, "identity_bound", environment)
-        }
-        What::Claimed { environment } => {
-            let changed = change(tables, task, now, |job| {
-                (job.phase.is_open() && job.times.claimed.is_none()).then(|| {
-                    job.phase = Phase::Claimed;
-                    job.environment = Some(environment.clone());
-                    job.times.claimed = Some(now);
-                })
-            })?;
-            // Whatever the row says: a job that was started is never queued again.
-            tables.drop_payload(task)?;
-            told(tables, changed, task, now, "runner_claimed", environment)
-        }
-        What::Acknowledged => {
-            let changed =
-                change(tables, task, now, |job| job.times.acknowledged.is_none().then(|| job.times.acknowledged = Some(now)))?;
-            told(tables, changed, task, now, "acked", "out of the queue")
-        }
-        What::FirstStep => {
-            let changed =
-                change(tables, task, now, |job| job.times.first_step.is_none().then(|| job.times.first_step = Some(now)))?;
-            told(tables, changed, task, now, "first_step", "its first step runs")
-        }
-        What::MadeAgain { environment, reason, attempts } => {
-            let changed = change(tables, task, now, |job| {
-                (waits(job) && job.environment.as_ref().is_none_or(|known| known == environment)).then(|| {
-                    job.attempts = (*attempts).max(job.attempts);
-                    waits_again(job, reason);
-                })
-            })?;
-            if changed.is_some() {
-                tables.free_slot(task)?;
-            }
-            told(tables, changed, task, now, "made_again", reason)
+            queued(tables, task, now, Job::new(*lane, details.as_ref().clone(), *fetched_ms), sealed.as_deref())
         }
         What::Finished { result, reason, token_hash } => {
-            over(tables, task, now, Phase::Finished, *result, reason.as_deref(), *token_hash)
+            let end = End { phase: Phase::Finished, result: *result, reason: reason.as_deref(), token_hash: *token_hash };
+            over(tables, task, now, &end)
         }
-        What::Lost { reason, token_hash } => over(tables, task, now, Phase::Lost, Outcome::Failure, Some(reason), *token_hash),
-        What::Dead { reason } => over(tables, task, now, Phase::Dead, Outcome::Failure, Some(reason), None),
-        What::Gone { environment } => {
-            let changed = change(tables, task, now, |job| of(job, environment).then(|| job.times.gone = Some(now)))?;
-            if changed.is_some() {
-                tables.free_slot(task)?;
-            }
-            told(tables, changed, task, now, "gone", environment)
+        What::Lost { reason, token_hash } => {
+            let end = End { phase: Phase::Lost, result: Outcome::Failure, reason: Some(reason), token_hash: *token_hash };
+            over(tables, task, now, &end)
+        }
+        What::Dead { reason } => {
+            let end = End { phase: Phase::Dead, result: Outcome::Failure, reason: Some(reason), token_hash: None };
+            over(tables, task, now, &end)
         }
         What::Seen(found) => seen(tables, task, now, found),
         What::Slots { lane, held } => {
             tables.keep_slots(|of, slot| of != lane.code() || held.iter().any(|task| task.0 == slot.task))?;
-            for task in held {
-                tables.take_slot(lane.code(), *task, now)?;
-            }
-            Ok(())
+            held.iter().try_for_each(|task| tables.take_slot(lane.code(), *task, now))
         }
         What::Reconciled(keep) => {
             tables.meta.insert(META_RECONCILED, now.to_le_bytes().as_slice())?;
             tables.prune(keep, now)
         }
+        what => moved(tables, task, now, what),
     }
 }
 
-/// Changes a row if there is one and `with` wants to; answers what it is now.
-fn change(
-    tables: &mut Tables<'_>,
-    task: TaskId,
-    now: u64,
-    with: impl FnOnce(&mut Job) -> Option<()>,
-) -> Result<Option<Job>, Failure> {
-    let Some(mut job) = tables.job(task)? else { return Ok(None) };
-    if with(&mut job).is_none() {
-        return Ok(None);
+/// A job's next station.
+fn moved(tables: &mut Tables<'_>, task: TaskId, now: u64, what: &What) -> Result<(), Failure> {
+    if matches!(what, What::Claimed { .. }) {
+        // Whatever the row says: a job that was started is never queued again.
+        tables.drop_payload(task)?;
     }
+    let Some(mut job) = tables.job(task)? else { return Ok(()) };
+    let Some((kind, words)) = station(&mut job, now, what) else { return Ok(()) };
     job.changed_ms = now;
     tables.put(task, &job)?;
-    Ok(Some(job))
-}
-
-fn told(tables: &mut Tables<'_>, changed: Option<Job>, task: TaskId, now: u64, kind: &str, words: &str) -> Result<(), Failure> {
-    match changed {
-        Some(_) => tables.event(now, Some(task), kind, words.into()),
-        None => Ok(()),
+    match what {
+        What::Slot => tables.take_slot(job.lane.code(), task, now)?,
+        What::Returned { .. } | What::MadeAgain { .. } | What::Gone { .. } => tables.free_slot(task)?,
+        _ => {}
     }
+    tables.event(now, Some(task), kind, words.into())
 }
 
-/// It may still be started somewhere.
-fn waits(job: &Job) -> bool {
-    matches!(job.phase, Phase::Queued | Phase::Starting)
-}
-
-fn of(job: &Job, environment: &str) -> bool {
-    job.environment.as_deref() == Some(environment)
+/// Changes the row; the event's kind and words, or `None` where the note says nothing to it.
+fn station<'a>(job: &mut Job, now: u64, what: &'a What) -> Option<(&'static str, &'a str)> {
+    let waits = matches!(job.phase, Phase::Queued | Phase::Starting);
+    let of = |job: &Job, environment: &str| job.environment.as_deref() == Some(environment);
+    let told = match what {
+        What::Slot if waits => {
+            (job.phase, job.times.slot) = (Phase::Starting, Some(now));
+            ("capacity_acquired", "a slot")
+        }
+        What::Returned { reason } if job.phase == Phase::Starting && job.environment.is_none() => {
+            waits_again(job, reason);
+            ("backend_retry", reason.as_str())
+        }
+        What::Republished { reason } if waits => {
+            waits_again(job, reason);
+            ("republished", reason.as_str())
+        }
+        What::Created { environment } if waits => {
+            job.phase = Phase::Starting;
+            if !of(job, environment) {
+                (job.environment, job.times.created) = (Some(environment.clone()), Some(now));
+            }
+            ("executor_created", environment.as_str())
+        }
+        What::Identity { environment } if of(job, environment) => {
+            job.times.identity = Some(now);
+            ("identity_bound", environment.as_str())
+        }
+        What::Claimed { environment } if job.phase.is_open() && job.times.claimed.is_none() => {
+            (job.phase, job.times.claimed, job.environment) = (Phase::Claimed, Some(now), Some(environment.clone()));
+            ("runner_claimed", environment.as_str())
+        }
+        What::Acknowledged if job.times.acknowledged.is_none() => {
+            job.times.acknowledged = Some(now);
+            ("acked", "out of the queue")
+        }
+        What::FirstStep if job.times.first_step.is_none() => {
+            job.times.first_step = Some(now);
+            ("first_step", "its first step runs")
+        }
+        What::MadeAgain { environment, reason, attempts } if waits && (job.environment.is_none() || of(job, environment)) => {
+            job.attempts = (*attempts).max(job.attempts);
+            waits_again(job, reason);
+            ("made_again", reason.as_str())
+        }
+        What::Gone { environment } if of(job, environment) => {
+            job.times.gone = Some(now);
+            ("gone", environment.as_str())
+        }
+        _ => return None,
+    };
+    Some(told)
 }
 
 fn waits_again(job: &mut Job, reason: &str) {
@@ -160,57 +120,47 @@ fn waits_again(job: &mut Job, reason: &str) {
     (job.times.slot, job.times.created, job.times.identity) = (None, None, None);
 }
 
-fn queued(
-    tables: &mut Tables<'_>,
-    task: TaskId,
-    now: u64,
-    lane: Lane,
-    details: &Details,
-    fetched_ms: u64,
-    sealed: Option<&[u8]>,
-) -> Result<(), Failure> {
-    let mut job = Job::new(lane, details.clone(), fetched_ms);
-    (job.times.fetched, job.times.durable, job.changed_ms) = (Some(fetched_ms), Some(now), now);
+fn queued(tables: &mut Tables<'_>, task: TaskId, now: u64, mut job: Job, sealed: Option<&[u8]>) -> Result<(), Failure> {
+    (job.times.fetched, job.times.durable, job.changed_ms) = (Some(job.received_ms), Some(now), now);
     tables.put(task, &job)?;
     match sealed {
         Some(sealed) => tables.keep_payload(task, sealed)?,
         None => tables.drop_payload(task)?,
     }
-    tables.event(now, Some(task), "received", format!("{} for {lane}", job.details.repository))
+    tables.event(now, Some(task), "received", format!("{} for {}", job.details.repository, job.lane))
 }
 
-fn over(
-    tables: &mut Tables<'_>,
-    task: TaskId,
-    now: u64,
+/// How a job ended.
+struct End<'a> {
     phase: Phase,
     result: Outcome,
-    reason: Option<&str>,
+    reason: Option<&'a str>,
     token_hash: Option<[u8; 32]>,
-) -> Result<(), Failure> {
+}
+
+fn over(tables: &mut Tables<'_>, task: TaskId, now: u64, end: &End<'_>) -> Result<(), Failure> {
     let row = tables.job(task)?;
     // The end of an older job of this id, after Gitea gave the id anew, is not this one's.
     let known = row.as_ref().and_then(|job| job.details.token_hash);
-    if token_hash.is_some() && known.is_some() && token_hash != known {
+    if end.token_hash.is_some() && known.is_some() && end.token_hash != known {
         return Ok(());
     }
-    let changed = change(tables, task, now, |job| {
-        job.phase.is_open().then(|| {
-            (job.phase, job.result, job.times.ended) = (phase, Some(result), Some(now));
-            job.reason = reason.map(|reason| text(reason.into()));
-        })
-    })?;
+    if row.as_ref().is_some_and(|job| !job.phase.is_open()) {
+        return Ok(());
+    }
+    if let Some(mut job) = row {
+        // One that never had an environment has none to wait for.
+        if job.environment.is_none() {
+            tables.free_slot(task)?;
+        }
+        (job.phase, job.result, job.times.ended, job.changed_ms) = (end.phase, Some(end.result), Some(now), now);
+        job.reason = end.reason.map(|reason| text(reason.into()));
+        tables.put(task, &job)?;
+    }
     tables.drop_payload(task)?;
-    // One that never had an environment has none to wait for.
-    if row.as_ref().is_some_and(|job| job.environment.is_none()) {
-        tables.free_slot(task)?;
-    }
-    if row.is_none() || changed.is_some() {
-        tables.finish(task, &Finished { ended_ms: now, result, token_hash: token_hash.or(known) })?;
-        let words = [result.as_str(), reason.unwrap_or_default()].join(" ");
-        tables.event(now, Some(task), phase.as_str(), words.trim_end().into())?;
-    }
-    Ok(())
+    tables.finish(task, &Finished { ended_ms: now, result: end.result, token_hash: end.token_hash.or(known) })?;
+    let words = [end.result.as_str(), end.reason.unwrap_or_default()].join(" ");
+    tables.event(now, Some(task), end.phase.as_str(), words.trim_end().into())
 }
 
 /// A fact that the row does not show. What was noted after the look that found it is newer, and stays.
@@ -242,7 +192,7 @@ fn seen(tables: &mut Tables<'_>, task: TaskId, now: u64, found: &Seen) -> Result
     }
     match &found.environment {
         Some((environment, created_ms)) => {
-            job.times.created = job.times.created.filter(|_| of(&job, environment)).or(Some(*created_ms));
+            job.times.created = job.times.created.filter(|_| job.environment.as_ref() == Some(environment)).or(Some(*created_ms));
             job.environment = Some(environment.clone());
         }
         None => job.environment = None,
