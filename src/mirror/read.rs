@@ -7,7 +7,7 @@ use redb::{ReadTransaction, ReadableTable as _, ReadableTableMetadata as _};
 
 use super::{
     job::{Event, Finished, Job, Phase, Slot, decode},
-    rows::{BY_STATE, EVENTS, FINISHED, Failure, JOBS, META, META_REBUILT, META_RECONCILED, PAYLOADS, SLOTS},
+    rows::{BY_STATE, EVENTS, FINISHED, Failure, JOBS, META, META_REBUILT, META_RECONCILED, PAYLOADS, Place, SLOTS},
 };
 use crate::ids::{Lane, TaskId};
 
@@ -190,6 +190,6 @@ fn places(lane: Option<Lane>, phase: Option<Phase>) -> impl Iterator<Item = (Lan
 }
 
 /// The first and the last place of one lane and phase.
-fn span(lane: Lane, phase: Phase) -> ((u8, u8, u64, i64), (u8, u8, u64, i64)) {
+fn span(lane: Lane, phase: Phase) -> (Place, Place) {
     ((lane.code(), phase.code(), 0, i64::MIN), (lane.code(), phase.code(), u64::MAX, i64::MAX))
 }

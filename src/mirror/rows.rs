@@ -16,8 +16,9 @@ pub(super) const META: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("
 pub(super) const JOBS: TableDefinition<'_, i64, &[u8]> = TableDefinition::new("assignments");
 /// Task id to its sealed envelope, until it is claimed.
 pub(super) const PAYLOADS: TableDefinition<'_, i64, &[u8]> = TableDefinition::new("payload");
-/// (lane, phase, received ms, task id).
-pub(super) const BY_STATE: TableDefinition<'_, (u8, u8, u64, i64), ()> = TableDefinition::new("by_state");
+/// A key of the index: (lane, phase, received ms, task id).
+pub(super) type Place = (u8, u8, u64, i64);
+pub(super) const BY_STATE: TableDefinition<'_, Place, ()> = TableDefinition::new("by_state");
 /// (lane, number) to [`Slot`].
 pub(super) const SLOTS: TableDefinition<'_, (u8, u32), &[u8]> = TableDefinition::new("slots");
 /// Task id to [`Finished`].
@@ -83,7 +84,7 @@ pub(super) struct Tables<'t> {
     pub(super) meta: Table<'t, &'static str, &'static [u8]>,
     jobs: Table<'t, i64, &'static [u8]>,
     payloads: Table<'t, i64, &'static [u8]>,
-    by_state: Table<'t, (u8, u8, u64, i64), ()>,
+    by_state: Table<'t, Place, ()>,
     slots: Table<'t, (u8, u32), &'static [u8]>,
     finished: Table<'t, i64, &'static [u8]>,
     events: Table<'t, (u64, u32), &'static [u8]>,
