@@ -367,8 +367,8 @@ impl Claims {
     /// What was counted before a restart (rule R10); never less than what is counted now.
     pub fn restore_attempts(&self, assignment: AssignmentId, attempts: u32) {
         let mut state = self.lock();
-        let known = state.attempts.entry(assignment).or_default();
-        *known = attempts.max(*known);
+        let known = state.attempts.entry(assignment).or_insert(Attempts { ended: 0, since: Instant::now() });
+        known.ended = known.ended.max(attempts);
     }
 
     /// One more create failed; answers how many now.
