@@ -364,6 +364,13 @@ impl Claims {
         *attempts
     }
 
+    /// What was counted before a restart (rule R10); never less than what is counted now.
+    pub fn restore_attempts(&self, assignment: AssignmentId, attempts: u32) {
+        let mut state = self.lock();
+        let known = state.attempts.entry(assignment).or_insert(Attempts { ended: 0, since: Instant::now() });
+        known.ended = known.ended.max(attempts);
+    }
+
     /// One more create failed; answers how many now.
     pub fn count_create_failure(&self, assignment: AssignmentId) -> u32 {
         let mut state = self.lock();

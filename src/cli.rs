@@ -10,10 +10,12 @@ use crate::{
     backend::local::Isolation,
     config::{self, Config, Faults, Mode, Reader, tools},
     daemon::Daemon,
+    mirror::OpenError,
     telemetry,
 };
 
 mod register;
+mod show;
 
 /// The exit codes.
 pub mod exit {
@@ -38,6 +40,10 @@ enum Command {
     Register(register::Register),
     /// Tell everything that is wrong with the settings, with the way out; changes nothing.
     CheckConfig(Serve),
+    /// What is known of jobs, slots and events, from the mirror in STATE_DIRECTORY; also while the controller runs.
+    Show(show::Show),
+    /// Set the mirror aside, so that the next start of the controller makes it anew. Only while none runs.
+    RebuildMirror(show::Rebuild),
     /// Show it all at work on this machine: a stand-in for Gitea, a few jobs of each kind, and nothing to set up.
     Demo(Demo),
     /// Inside an environment: fetch the one task, run the official runner, report. Started by the backend.
@@ -81,6 +87,8 @@ pub fn main() -> ExitCode {
         Command::Serve(args) => runtime.block_on(serve(&args)),
         Command::CheckConfig(args) => runtime.block_on(check_config(&args)),
         Command::Register(args) => runtime.block_on(register::run(args)),
+        Command::Show(args) => show::show(&args),
+        Command::RebuildMirror(args) => show::rebuild(&args),
         Command::Demo(args) => runtime.block_on(crate::demo::run(args)),
         Command::Executor => runtime.block_on(executor()),
     };
@@ -120,6 +128,11 @@ async fn serve(args: &Serve) -> ExitCode {
     }
     let daemon = match Daemon::build(config, tools).await {
         Ok(daemon) => daemon,
+        // A newer version ran here: starting again does not help, so whoever watches us must not try.
+        Err(e) if matches!(e.downcast_ref(), Some(OpenError::Newer(_))) => {
+            told(&e);
+            return ExitCode::from(exit::CONFIGURATION);
+        }
         Err(e) => return told(&e),
     };
     match daemon.run(stop).await {

@@ -9,46 +9,40 @@ use tokio::{net::TcpListener, sync::watch};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    assignment::{Rules, seal::SealKeys},
+    assignment::seal::SealKeys,
     backend::{
         Backend,
         local::{Isolation, LocalBackend, LocalConfig},
     },
-    backoff::Backoff,
     claims::Claims,
     config::{BackendConfig, Config, GiteaConfig, LocalSettings, QueueConfig, tools::Tools},
-    environment::Target,
-    facade::Facade,
     gitea::RunnerRpc,
     health::Health,
-    http::{self, Access, Http},
-    identity::{self, Identity, ServeLimits, authority::Authority, binder::Binder},
+    http,
+    identity::{Identity, authority::Authority, binder::Binder},
     ids::BackendKind,
     leader::LeaderPass,
     metrics::{BackendLabel, Metrics},
-    plan,
+    mirror::{self, Mirror},
     queue::{
         AssignmentQueue, QueueError,
         embedded::EmbeddedQueue,
         held::Leases,
         jetstream::{JetStreamOptions, JetStreamQueue},
     },
-    reconcile::{Reconciler, Steps, deliveries},
-    scheduler::{Scheduler, SchedulerStatus},
+    scheduler::SchedulerStatus,
     slots::Slots,
     supervise::EndedEarly,
-    waiting::Waiting,
-    worker::{self, Workshop},
 };
 
+mod parts;
 mod running;
+mod start;
 mod state;
 
-use self::running::Running;
+use self::{parts::Parts, running::Running};
 
 const IDENTITY_LIMIT: Duration = Duration::from_secs(30);
-/// Of the facade. An environment has four at most, and there are as many as slots.
-const CONNECTIONS_PER_ENVIRONMENT: usize = 4;
 
 pub struct Daemon {
     core: Core,
@@ -70,6 +64,7 @@ struct Core {
     backends: HashMap<BackendKind, Arc<dyn Backend>>,
     slots: HashMap<BackendKind, Slots>,
     metrics: Metrics,
+    mirror: Mirror,
     facade_url: String,
 }
 
@@ -103,6 +98,8 @@ impl Daemon {
         let authority =
             Authority::open(&state.private.join("ca"), &config.identity.trust_domain).context("open certificate authority")?;
         let (metrics, mut backends, mut slots) = (Metrics::new(), HashMap::new(), HashMap::new());
+        let mirror =
+            Mirror::open(&state.private.join(mirror::FILE), config.gitea.instance(), metrics.clone()).context("open mirror")?;
         for backend in config.backends() {
             let local = local_backend(&config, backend, &tools).with_context(|| format!("make {} backend", backend.kind))?;
             backends.insert(backend.kind, local);
@@ -117,8 +114,22 @@ impl Daemon {
             None => format!("https://{}", facade_listener.local_addr().context("look up facade address")?),
         };
         let leases = Leases::default();
-        let core =
-            Core { config, tools, rpc, queue, pass, keys, claims, leases, authority, backends, slots, metrics, facade_url };
+        let core = Core {
+            config,
+            tools,
+            rpc,
+            queue,
+            pass,
+            keys,
+            claims,
+            leases,
+            authority,
+            backends,
+            slots,
+            metrics,
+            mirror,
+            facade_url,
+        };
         Ok(Self { core, facade_listener, http_listener })
     }
 
@@ -146,6 +157,7 @@ impl Daemon {
         let ended = running.watch(&stop).await;
         tracing::info!("stopping: nothing new is begun; running environments go on");
         running.end(&core.authority).await;
+        core.mirror.close().await;
         match ended {
             Some(ended) => Err(ended.into()),
             None => Ok(()),
@@ -184,23 +196,6 @@ async fn own_identity(config: &Config, authority: &Authority) -> anyhow::Result<
         .context("get the controller's own identity")
 }
 
-/// The first pass of each backend, until each has answered: before that, nobody knows whose request is whose.
-async fn count_environments(reconcilers: Vec<Reconciler>, stop: &CancellationToken) -> Vec<(Reconciler, Steps)> {
-    let mut counted = Vec::new();
-    for reconciler in reconcilers {
-        let (mut steps, mut backoff) = (Steps::new(), Backoff::new(Duration::from_millis(200), Duration::from_secs(10)));
-        while let Err(e) = reconciler.environments_pass(&mut steps).await {
-            tracing::warn!(backend = %reconciler.backend.kind(), error = %e, "failed to count environments; will try again");
-            tokio::select! {
-                () = backoff.wait() => {}
-                () = stop.cancelled() => break,
-            }
-        }
-        counted.push((reconciler, steps));
-    }
-    counted
-}
-
 fn local_backend(config: &Config, backend: &BackendConfig, tools: &Tools) -> anyhow::Result<Arc<dyn Backend>> {
     let LocalSettings { executor_uid, without_isolation, fork_prs, metadata_prefix, runner_bin: _, path, proxy } = &config.local;
     let isolation = Isolation::choose(*without_isolation, *executor_uid).map_err(anyhow::Error::msg)?;
@@ -212,195 +207,4 @@ fn local_backend(config: &Config, backend: &BackendConfig, tools: &Tools) -> any
     local.proxy.clone_from(proxy);
     local.fork_prs = *fork_prs;
     Ok(Arc::new(LocalBackend::new(local)?))
-}
-
-/// Makes the roles from the daemon's parts.
-struct Parts<'a> {
-    core: &'a Core,
-    binder: Binder,
-    begin: CancellationToken,
-}
-
-impl Parts<'_> {
-    /// What must be there before anything else runs: our identity, and a count of the environments that exist.
-    async fn start(&self) -> anyhow::Result<(Identity, Vec<(Reconciler, Steps)>)> {
-        let identity = own_identity(&self.core.config, &self.core.authority).await?;
-        let reconcilers = count_environments(self.reconcilers(), &self.begin).await;
-        self.core.claims.counted();
-        Ok((identity, reconcilers))
-    }
-
-    fn run_roles(
-        &self,
-        running: &mut Running,
-        facade_listener: TcpListener,
-        identity: &Identity,
-        reconcilers: Vec<(Reconciler, Steps)>,
-        status: watch::Sender<SchedulerStatus>,
-    ) {
-        let core = self.core;
-        let (capabilities, server_capabilities) = watch::channel(String::new());
-        let router = self.facade(server_capabilities).router();
-        let (tls, limits) = (identity.server_config(), self.facade_limits());
-        running.serving("facade", identity::serve(facade_listener, tls, router, limits, running.serve.clone()));
-        for (reconciler, steps) in reconcilers {
-            let name = match reconciler.backend.kind() {
-                BackendKind::Pod => "reconcile/pod",
-                BackendKind::Vm => "reconcile/vm",
-            };
-            running.beginning(name, reconciler.run(steps));
-        }
-        let workshop = self.workshop();
-        for (kind, backend) in &core.backends {
-            let name = match kind {
-                BackendKind::Pod => "worker/pod",
-                BackendKind::Vm => "worker/vm",
-            };
-            if let Some(slots) = core.slots.get(kind) {
-                let worker = worker::worker(workshop.clone(), Arc::clone(backend), slots.clone(), self.begin.clone());
-                running.beginning(name, worker);
-            }
-        }
-        running.beginning("worker/refusals", worker::refusals(workshop, self.begin.clone()));
-        let leases = worker::extend_leases(Arc::clone(&core.queue), core.leases.clone(), self.begin.clone());
-        running.beginning("leases", leases);
-        let (queue, metrics, stop) = (Arc::clone(&core.queue), core.metrics.clone(), self.begin.clone());
-        running.beginning("queue/store", deliveries::store(Arc::clone(&queue), metrics.clone(), stop.clone()));
-        running.beginning("queue/deliveries", deliveries::deliveries(queue, metrics, stop));
-        running.beginning("waiting", self.waiting().run(self.begin.clone()));
-        running.beginning("scheduler", self.scheduler(capabilities, status).run(self.begin.clone(), core.pass));
-    }
-
-    fn facade_limits(&self) -> ServeLimits {
-        let of_all = self.core.slots.values().map(Slots::capacity).sum::<usize>() * CONNECTIONS_PER_ENVIRONMENT;
-        ServeLimits {
-            // One peer that takes all that it may leaves as much to the others.
-            connections: of_all * 2 + 16,
-            // Siblings of a matrix have one SPIFFE ID, so all environments may be one peer.
-            connections_per_peer: of_all,
-            handshake: Duration::from_secs(10),
-            max_age: Duration::from_secs(3600),
-        }
-    }
-
-    fn rules(&self) -> Rules {
-        let config = &self.core.config;
-        Rules { trust_domain: config.identity.trust_domain.clone(), vm_label: config.vm_label.clone() }
-    }
-
-    fn cleans_up(&self) -> bool {
-        self.core.tools.runner.as_ref().is_some_and(crate::config::tools::Runner::cleans_up)
-    }
-
-    fn http(&self, health: Health) -> Http {
-        let config = &self.core.config.http;
-        Http {
-            reasons: Arc::new(move || health.reasons()),
-            metrics: self.core.metrics.clone(),
-            access: Access {
-                read_token: config.read_token.clone(),
-                trust_loopback: config.trust_loopback,
-                hosts: config.hosts.clone(),
-            },
-        }
-    }
-
-    fn scheduler(&self, server_capabilities: watch::Sender<String>, status: watch::Sender<SchedulerStatus>) -> Scheduler {
-        let core = self.core;
-        Scheduler {
-            rpc: core.rpc.clone(),
-            queue: Arc::clone(&core.queue),
-            claims: core.claims.clone(),
-            rules: self.rules(),
-            keys: core.keys.clone(),
-            capacity: core.slots.iter().map(|(kind, slots)| (*kind, slots.capacity())).collect(),
-            version: format!("gitea-dynamic-runner v{}", env!("CARGO_PKG_VERSION")),
-            capabilities: if self.cleans_up() { vec!["cancelling".into()] } else { Vec::new() },
-            metrics: core.metrics.clone(),
-            server_capabilities,
-            status,
-        }
-    }
-
-    fn target(&self) -> Target {
-        let Core { config, facade_url, .. } = self.core;
-        let seconds = |backend: &Option<BackendConfig>| backend.as_ref().map_or(14_400, |b| b.timeout_seconds);
-        Target {
-            instance: config.gitea.instance(),
-            facade_url: facade_url.clone(),
-            facade_spiffe_id: config.identity.facade_spiffe_id.clone(),
-            gitea_url: config.gitea.url.clone(),
-            gitea_ca_file: config.gitea.ca_file.clone(),
-            pod_deadline_seconds: seconds(&config.pod),
-            vm_deadline_seconds: seconds(&config.vm),
-        }
-    }
-
-    fn workshop(&self) -> Workshop {
-        let Core { rpc, queue, pass, keys, claims, leases, metrics, .. } = self.core;
-        Workshop {
-            rpc: rpc.clone(),
-            queue: Arc::clone(queue),
-            leases: leases.clone(),
-            claims: claims.clone(),
-            rules: self.rules(),
-            keys: keys.clone(),
-            binder: self.binder.clone(),
-            metrics: metrics.clone(),
-            pass: *pass,
-            target: self.target(),
-        }
-    }
-
-    fn waiting(&self) -> Waiting {
-        let core = self.core;
-        Waiting {
-            rpc: core.rpc.clone(),
-            queue: Arc::clone(&core.queue),
-            leases: core.leases.clone(),
-            claims: core.claims.clone(),
-            rules: self.rules(),
-            keys: core.keys.clone(),
-            slots: core.slots.clone(),
-            metrics: core.metrics.clone(),
-            pass: core.pass,
-        }
-    }
-
-    fn facade(&self, server_capabilities: watch::Receiver<String>) -> Facade {
-        let core = self.core;
-        Facade {
-            rpc: core.rpc.clone(),
-            claims: core.claims.clone(),
-            queue: Arc::clone(&core.queue),
-            leases: core.leases.clone(),
-            backends: core.backends.clone(),
-            pass: core.pass,
-            metrics: core.metrics.clone(),
-            server_capabilities,
-        }
-    }
-
-    fn reconcilers(&self) -> Vec<Reconciler> {
-        let core = self.core;
-        let slots = |kind: &BackendKind| core.slots.get(kind).cloned().unwrap_or_else(|| Slots::new(1));
-        let make = |(kind, backend): (&BackendKind, &Arc<dyn Backend>)| Reconciler {
-            backend: Arc::clone(backend),
-            slots: slots(kind),
-            rpc: core.rpc.clone(),
-            queue: Arc::clone(&core.queue),
-            leases: core.leases.clone(),
-            claims: core.claims.clone(),
-            rules: self.rules(),
-            keys: core.keys.clone(),
-            binder: self.binder.clone(),
-            target: self.target(),
-            metrics: core.metrics.clone(),
-            pass: core.pass,
-            stop_grace: if self.cleans_up() { plan::STOP_GRACE_CLEANUP } else { plan::STOP_GRACE },
-            silence_limit: core.config.silence_limit,
-            stop: self.begin.clone(),
-        };
-        core.backends.iter().map(make).collect()
-    }
 }

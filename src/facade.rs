@@ -27,6 +27,7 @@ use crate::{
     ids::{AssignmentId, BackendKind},
     leader::LeaderPass,
     metrics::{Metrics, ReasonLabel},
+    mirror::Mirror,
     names::header,
     proto::{environment::EnvironmentServiceExt, runner::RunnerServiceExt},
     queue::{AssignmentQueue, held::Leases},
@@ -49,6 +50,7 @@ pub struct Facade {
     pub backends: HashMap<BackendKind, Arc<dyn Backend>>,
     pub pass: LeaderPass,
     pub metrics: Metrics,
+    pub mirror: Mirror,
     /// Gitea's answer header of the last Declare, handed on to the inner runner.
     pub server_capabilities: watch::Receiver<String>,
 }

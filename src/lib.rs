@@ -24,6 +24,7 @@ pub mod gitea;
 pub mod identity;
 pub mod leader;
 pub mod metrics;
+pub mod mirror;
 pub mod queue;
 
 // Roles: what the controller does.

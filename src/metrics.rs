@@ -91,6 +91,13 @@ pub struct Metrics {
     pub report_requests: Family<MethodCode, Counter>,
     pub log_rows: Counter,
     pub facade_denied: Family<ReasonLabel, Counter>,
+    pub mirror_dropped: Counter,
+    pub mirror_write_errors: Counter,
+    pub mirror_rebuilds: Family<ReasonLabel, Counter>,
+    pub mirror_last_write: Gauge<f64, AtomicU64>,
+    pub mirror_repairs: Counter,
+    pub stranded: Family<ResultLabel, Counter>,
+    pub repeated_tasks: Counter,
 }
 
 fn seconds() -> Histogram {
@@ -135,6 +142,13 @@ impl Metrics {
             report_requests: Family::default(),
             log_rows: Counter::default(),
             facade_denied: Family::default(),
+            mirror_dropped: Counter::default(),
+            mirror_write_errors: Counter::default(),
+            mirror_rebuilds: Family::default(),
+            mirror_last_write: Gauge::default(),
+            mirror_repairs: Counter::default(),
+            stranded: Family::default(),
+            repeated_tasks: Counter::default(),
         };
         m.register(&mut registry);
         m.initialise();
@@ -174,6 +188,18 @@ impl Metrics {
         r.register("report_requests", "Calls forwarded to Gitea for jobs", self.report_requests.clone());
         r.register("log_rows", "Log rows forwarded", self.log_rows.clone());
         r.register("facade_denied", "Requests refused by the facade", self.facade_denied.clone());
+        self.register_mirror(r);
+    }
+
+    fn register_mirror(&self, r: &mut Registry) {
+        r.register("mirror_dropped", "Notes for the mirror that were not kept", self.mirror_dropped.clone());
+        r.register("mirror_write_errors", "Failures of the mirror's file", self.mirror_write_errors.clone());
+        r.register("mirror_rebuilds", "Mirrors begun anew in place of one", self.mirror_rebuilds.clone());
+        let last = self.mirror_last_write.clone();
+        r.register("mirror_last_write_timestamp_seconds", "Last write of the mirror", last);
+        r.register("mirror_repairs", "Facts that the mirror did not show", self.mirror_repairs.clone());
+        r.register("stranded", "Jobs found in no queue and no environment, by what became of them", self.stranded.clone());
+        r.register("repeated_tasks", "Tasks that Gitea delivered again after their end", self.repeated_tasks.clone());
     }
 
     /// All label combinations exist from the start, so that rates and alerts work on the first event.
@@ -198,6 +224,12 @@ impl Metrics {
         }
         for reason in ["not_yet", "identity", "capability", "assignment", "revoked", "terminal", "connections", "task", "rate"] {
             drop(self.facade_denied.get_or_create(&ReasonLabel { reason }));
+        }
+        for reason in ["damaged", "instance", "vanished"] {
+            drop(self.mirror_rebuilds.get_or_create(&ReasonLabel { reason }));
+        }
+        for result in ["republished", "failed", "cancelled", "over"] {
+            drop(self.stranded.get_or_create(&ResultLabel { result }));
         }
     }
 

@@ -22,13 +22,16 @@ use crate::{
     ids::EnvironmentName,
     leader::LeaderPass,
     metrics::{BackendLabel, BackendState, Metrics, ReasonLabel},
+    mirror::{Mirror, What},
     plan::{self, Facts, Step},
     queue::{AssignmentQueue, held::Leases},
     slots::Slots,
 };
 
 pub mod deliveries;
+pub mod mirror;
 mod steps;
+mod stranded;
 
 /// A pass at least this often, whatever wakes it.
 const PERIOD: Duration = Duration::from_secs(1);
@@ -49,6 +52,7 @@ pub struct Reconciler {
     pub binder: Binder,
     pub target: Target,
     pub metrics: Metrics,
+    pub mirror: Mirror,
     pub pass: LeaderPass,
     pub stop_grace: Duration,
     pub silence_limit: Duration,
@@ -132,8 +136,11 @@ impl Reconciler {
                 self.claims.stop(assignment, Stop::Deadline);
             }
             Step::CompleteDelivery(assignment) => {
-                if let Err(e) = self.leases.complete(self.queue.as_ref(), self.backend.kind().lane(), assignment.task()).await {
-                    tracing::warn!(assignment = %assignment, error = %e, "failed to complete a delivery; the next pass tries again");
+                match self.leases.complete(self.queue.as_ref(), self.backend.kind().lane(), assignment.task()).await {
+                    Ok(()) => self.mirror.note(assignment.task(), What::Acknowledged),
+                    Err(e) => {
+                        tracing::warn!(assignment = %assignment, error = %e, "failed to complete a delivery; the next pass tries again");
+                    }
                 }
             }
             Step::Adopt(name) => {

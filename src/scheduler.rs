@@ -25,6 +25,7 @@ use crate::{
     ids::BackendKind,
     leader::LeaderPass,
     metrics::{Metrics, ResultLabel},
+    mirror::Mirror,
     queue::{AssignmentQueue, QueueHealth},
 };
 
@@ -56,6 +57,7 @@ pub struct Scheduler {
     /// `cancelling`, for an inner runner that cleans up after a cancel.
     pub capabilities: Vec<String>,
     pub metrics: Metrics,
+    pub mirror: Mirror,
     pub server_capabilities: watch::Sender<String>,
     pub status: watch::Sender<SchedulerStatus>,
 }

@@ -22,6 +22,7 @@ use crate::{
     ids::{AssignmentId, BackendKind, Lane, TaskId},
     leader::LeaderPass,
     metrics::{Metrics, ReasonLabel},
+    mirror::{Mirror, Outcome},
     queue::{AssignmentQueue, QueueError, held::Leases},
     slots::Slots,
 };
@@ -46,6 +47,7 @@ pub struct Waiting {
     pub keys: SealKeys,
     pub slots: HashMap<BackendKind, Slots>,
     pub metrics: Metrics,
+    pub mirror: Mirror,
     pub pass: LeaderPass,
 }
 
@@ -126,6 +128,7 @@ impl Waiting {
             return;
         }
         failpoint::reached("waiting.settled");
+        self.mirror.finished(task, Outcome::of(wish.result()), Some("not wanted any more while it waited"), None);
         // Only now, after Gitea took the end (rule R9). Dying before this, the next look finds it over again.
         if let Err(e) = self.leases.complete(self.queue.as_ref(), lane, task).await {
             tracing::warn!(assignment = %id, error = %e, "failed to take a cancelled assignment out of the queue; will try again");

@@ -23,6 +23,7 @@ use crate::{
     ids::{Lane, TaskId},
     leader::LeaderPass,
     metrics::Metrics,
+    mirror::{Mirror, Outcome, What},
     queue::{AssignmentQueue, Lease, held::Leases},
     slots::{Bound, Reservation, Slots},
 };
@@ -49,6 +50,7 @@ pub struct Workshop {
     pub keys: SealKeys,
     pub binder: Binder,
     pub metrics: Metrics,
+    pub mirror: Mirror,
     pub pass: LeaderPass,
     pub target: Target,
 }
@@ -141,6 +143,7 @@ async fn worker_pass(
         return shop.give_back(lease, ALREADY_DELAY).await;
     }
     failpoint::reached("worker.leased");
+    shop.mirror.note(assignment.task, What::Slot);
     shop.leases.hold(lease);
     match shop.make(backend, &assignment, stop).await {
         make::Made::Offered => {}
@@ -155,6 +158,7 @@ async fn worker_pass(
                 tracing::warn!(assignment = %id, error = %e, "failed to give an assignment back; its lease runs out");
             }
             slots.release(id);
+            shop.mirror.note(assignment.task, What::Returned { reason: "no environment could be made now".into() });
         }
     }
 }
@@ -223,8 +227,9 @@ impl Workshop {
         }
         failpoint::reached("worker.unreadable");
         if let Err(e) = self.queue.reject(lease.clone(), reason).await {
-            tracing::warn!(task = %lease.task, error = %e, "failed to write a dead letter; it comes back");
+            return tracing::warn!(task = %lease.task, error = %e, "failed to write a dead letter; it comes back");
         }
+        self.mirror.note(lease.task, What::Dead { reason: reason.into() });
     }
 
     async fn give_back(&self, lease: Lease, delay: Duration) {
@@ -251,7 +256,12 @@ impl Workshop {
         let _reporting = lock.lock().await;
         let (steps, started_at) = (assignment.steps, assignment.fetched_at());
         let settlement = Settlement { verdict, reasons, steps, known_steps: Vec::new(), started_at };
-        report::settle_until(&self.rpc, assignment.task, &settlement, stop).await
+        let settled = report::settle_until(&self.rpc, assignment.task, &settlement, stop).await;
+        if settled {
+            let reason = settlement.reasons.first().map(String::as_str);
+            self.mirror.finished(assignment.task, Outcome::from(verdict), reason, Some(assignment.token_hash));
+        }
+        settled
     }
 
     /// Rule R4: what does Gitea want of the job, just before anything is made for it? Waits for an answer; `None` on `stop`.

@@ -186,7 +186,12 @@ impl Forge {
 
     /// The next search for a job gives the last task once more, as it was: an answer that came twice.
     pub fn give_again(&self) {
-        self.state().give_again();
+        self.give_all_again(1);
+    }
+
+    /// As [`Self::give_again`], with the newest `many` tasks; each search gives one. The last thousand are remembered.
+    pub fn give_all_again(&self, many: usize) {
+        self.state().give_again(many);
         self.announce();
     }
 

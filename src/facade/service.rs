@@ -14,6 +14,7 @@ use crate::{
     failpoint,
     gitea::{RpcError, RpcFault, report},
     metrics::{BackendLabel, BackendOutcome, MethodCode, ReasonLabel},
+    mirror::{Outcome, What},
     names::header,
     proto::{
         self,
@@ -69,7 +70,7 @@ impl Service {
 
     /// Rule R5. Under the lock of the job's log, so that the controller's rows are all in before the offset is told.
     async fn start_job(&self, claim: &Claim) -> Result<i64, ConnectError> {
-        let Facade { rpc, claims, queue, leases, backends, pass, metrics, .. } = &self.facade;
+        let Facade { rpc, claims, queue, leases, backends, pass, metrics, mirror, .. } = &self.facade;
         let lock = claims.report_lock(claim.assignment);
         let _reporting = lock.lock().await;
         let now = self.fresh(claim)?;
@@ -88,11 +89,13 @@ impl Service {
             Err(e) => return Err(ConnectError::unavailable(e.to_string())),
         }
         failpoint::reached("start.marked");
+        mirror.note(task, What::Claimed { environment: now.name.to_string() });
         leases
             .complete(queue.as_ref(), now.backend.lane(), task)
             .await
             .map_err(|e| ConnectError::unavailable(format!("complete delivery: {e}")))?;
         failpoint::reached("start.completed");
+        mirror.note(task, What::Acknowledged);
         claims.claimed(now.assignment, &now.nonce);
         if matches!(now.phase, ClaimPhase::Offered { .. }) {
             let (since_fetch, since_offer) = (now.fetched_at.elapsed().unwrap_or_default(), now.offered_at.elapsed());
@@ -113,9 +116,12 @@ impl Service {
         mut request: UpdateTaskRequest,
         ctx: &RequestContext,
     ) -> Result<UpdateTaskResponse, ConnectError> {
-        let Facade { rpc, claims, .. } = &self.facade;
+        let Facade { rpc, claims, mirror, .. } = &self.facade;
         let now = self.fresh(claim)?;
         let state = request.state.get_or_insert_default();
+        if now.known_steps.is_empty() && state.steps.iter().any(|step| step.started_at.is_set()) {
+            mirror.note(now.assignment.task(), What::FirstStep);
+        }
         claims.steps_reported(now.assignment, &state.steps);
         let reported = state.result.as_known().unwrap_or(TaskResult::ResultFailure);
         let terminal = reported != TaskResult::ResultUnspecified;
@@ -159,7 +165,7 @@ impl Service {
 
     /// Gitea has the result: mark the environment, and let it go.
     async fn ended(&self, claim: &Claim, state: &TaskState) -> Result<(), ConnectError> {
-        let Facade { claims, backends, pass, metrics, .. } = &self.facade;
+        let Facade { claims, backends, pass, metrics, mirror, .. } = &self.facade;
         // We may die before the mark: the environment reports again, Gitea keeps its first result, and the mark is set then.
         failpoint::reached("terminal.accepted");
         if let Some(backend) = backends.get(&claim.backend) {
@@ -181,6 +187,7 @@ impl Service {
         metrics.jobs_completed.get_or_create(&BackendOutcome { backend: claim.backend.as_str(), outcome }).inc();
         tracing::info!(assignment = %claim.assignment, backend = %claim.backend, executor = %claim.name, outcome,
             "job {} ended with {outcome}", claim.assignment);
+        mirror.finished(claim.assignment.task(), Outcome::of(state.result.as_known()), None, claim.token_hash);
         claims.terminal(claim.assignment, &claim.nonce);
         Ok(())
     }

@@ -31,6 +31,17 @@ pub enum Wish {
     Gone,
 }
 
+impl Wish {
+    /// How the task ended at Gitea, where it has.
+    pub fn result(self) -> Option<TaskResult> {
+        match self {
+            Wish::Run | Wish::Gone => None,
+            Wish::Cancelled => Some(TaskResult::ResultCancelled),
+            Wish::Final(result) => Some(result),
+        }
+    }
+}
+
 fn result_of(verdict: Verdict) -> TaskResult {
     match verdict {
         Verdict::Failure => TaskResult::ResultFailure,

@@ -1,6 +1,6 @@
 //! The steps that a plan names, carried out. Each may be cut off by a crash at any line; the comments say what the next pass does.
 
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::Reconciler;
 use crate::{
@@ -12,6 +12,7 @@ use crate::{
     gitea::report::{self, Settlement},
     ids::{AssignmentId, EnvironmentName},
     metrics::{BackendOutcome, BackendReason, ResultLabel},
+    mirror::{Outcome, What},
     plan::{self, Ending, NoStart, Removal},
 };
 
@@ -43,6 +44,7 @@ impl Reconciler {
             tracing::warn!(assignment = %assignment, executor = %environment.name, error = %e, "failed to bind an identity; will try again");
             return;
         }
+        let remembered = if environment.claimed { self.remembered(environment).await } else { (None, None) };
         let phase = match &known {
             Some(known) => ClaimPhase::Offered { raw: known.raw.clone() },
             None => ClaimPhase::Claimed,
@@ -57,8 +59,8 @@ impl Reconciler {
             phase,
             offered_at: Instant::now(),
             heard_at: Instant::now(),
-            fetched_at: known.as_ref().map_or(environment.created_at, Assignment::fetched_at),
-            token_hash: known.as_ref().map(|k| k.token_hash),
+            fetched_at: known.as_ref().map(Assignment::fetched_at).or(remembered.0).unwrap_or(environment.created_at),
+            token_hash: known.as_ref().map(|k| k.token_hash).or(remembered.1),
             stop: None,
             superseded: false,
             known_steps: Vec::new(),
@@ -79,6 +81,16 @@ impl Reconciler {
         if let Err(e) = self.backend.ensure(&spec, &self.pass).await {
             tracing::warn!(assignment = %known.id, executor = %environment.name, error = %e,
                 "failed to finish an environment that a crash left half made; it is replaced when it does not start");
+        }
+    }
+
+    /// When a running job was fetched and the hash of its token, which its environment does not tell: from the mirror, where that has it.
+    async fn remembered(&self, environment: &Observed) -> (Option<SystemTime>, Option<[u8; 32]>) {
+        let (task, name) = (environment.assignment.task(), environment.name.to_string());
+        let job = self.mirror.ask(move |mirror| mirror.job(task)).await.flatten();
+        match job.filter(|job| job.environment.as_ref() == Some(&name)) {
+            Some(job) => (job.times.fetched.map(|ms| SystemTime::UNIX_EPOCH + Duration::from_millis(ms)), job.details.token_hash),
+            None => (None, None),
         }
     }
 
@@ -113,6 +125,7 @@ impl Reconciler {
             return;
         }
         failpoint::reached("remove.gone");
+        self.left(&name, environment.as_ref(), assignment, why);
         self.unbind(environment.as_ref()).await;
         // A duplicate has no slot of its own.
         if why != Removal::Duplicate {
@@ -122,6 +135,18 @@ impl Reconciler {
         if why == Removal::Terminal {
             self.claims.forget(assignment);
         }
+    }
+
+    /// Tells the mirror that an environment is gone; of one that nobody started, that its job may still be.
+    fn left(&self, name: &EnvironmentName, environment: Option<&Observed>, assignment: AssignmentId, why: Removal) {
+        let environment_name = name.to_string();
+        let what = match environment {
+            Some(environment) if why == Removal::Stray && !environment.claimed => {
+                What::MadeAgain { environment: environment_name, reason: "nobody waited for its environment".into(), attempts: 0 }
+            }
+            _ => What::Gone { environment: environment_name },
+        };
+        self.mirror.note(assignment.task(), what);
     }
 
     pub(super) async fn make_again(
@@ -150,6 +175,8 @@ impl Reconciler {
         let attempts = self.claims.count_attempt(assignment, offered_at);
         let given_up = plan::given_up(&why, attempts.ended, attempts.since.elapsed());
         let attempts = attempts.ended;
+        let (environment_name, reason) = (name.to_string(), how.clone());
+        self.mirror.note(assignment.task(), What::MadeAgain { environment: environment_name, reason, attempts });
         let backend = self.backend.kind().as_str();
         self.metrics.infra_failures.get_or_create(&BackendReason { backend, reason: "no_start" }).inc();
         tracing::warn!(event = "claim_timeout", assignment = %assignment, backend, executor = %name, attempts, how,
@@ -228,6 +255,7 @@ impl Reconciler {
     async fn away(&self, name: &EnvironmentName, environment: Option<&Observed>, assignment: AssignmentId) {
         if self.until(Until::Gone, name).await {
             self.unbind(environment).await;
+            self.mirror.note(assignment.task(), What::Gone { environment: name.to_string() });
             self.slots.release(assignment);
             self.claims.forget(assignment);
         }
@@ -251,12 +279,16 @@ impl Reconciler {
         let _reporting = lock.lock().await;
         let settlement = Settlement {
             verdict,
-            reasons: vec![reason],
+            reasons: vec![reason.clone()],
             steps,
             known_steps: claim.map(|c| c.known_steps.clone()).unwrap_or_default(),
             started_at: claim.map_or_else(std::time::SystemTime::now, |c| c.fetched_at),
         };
-        report::settle_until(&self.rpc, assignment.task(), &settlement, &self.stop).await
+        let settled = report::settle_until(&self.rpc, assignment.task(), &settlement, &self.stop).await;
+        if settled {
+            self.mirror.finished(assignment.task(), Outcome::from(verdict), Some(&reason), claim.and_then(|c| c.token_hash));
+        }
+        settled
     }
 
     /// Out of the queue, if it is there still; only after Gitea took the end (rule R9).

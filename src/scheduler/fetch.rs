@@ -10,7 +10,7 @@ use crate::{
     failpoint,
     gitea::{
         RpcError,
-        report::{self, Settlement},
+        report::{self, Settlement, Wish},
     },
     leader::LeaderPass,
     metrics::LaneLabel,
@@ -69,6 +69,9 @@ impl Scheduler {
             }
         };
         let (id, lane) = (assignment.id, assignment.lane);
+        if self.ended_before(&assignment).await {
+            return;
+        }
         if self.store(&assignment).await {
             failpoint::reached("fetch.stored");
             self.metrics.assignments.get_or_create(&LaneLabel { lane: lane.as_str() }).inc();
@@ -87,7 +90,10 @@ impl Scheduler {
         let (began, mut backoff) = (Instant::now(), Backoff::new(Duration::from_millis(100), Duration::from_secs(10)));
         loop {
             match self.queue.publish(assignment.lane, assignment.task, &sealed).await {
-                Ok(Published::Stored) => return true,
+                Ok(Published::Stored) => {
+                    self.mirror.queued(assignment, &sealed);
+                    return true;
+                }
                 Ok(Published::Duplicate) => match self.replace_queued(assignment).await {
                     Ok(true) => continue,
                     Ok(false) => return false,
@@ -109,6 +115,26 @@ impl Scheduler {
             }
             backoff.wait().await;
         }
+    }
+
+    /// The same task by its token, and its end is known: delivered twice. Rule R4 would find it over, too, since Gitea is asked
+    /// before anything is made; here it does not even take a place in the queue.
+    async fn ended_before(&self, assignment: &Assignment) -> bool {
+        let task = assignment.task;
+        let known = self.mirror.ask(move |mirror| mirror.finished(task)).await.flatten();
+        let Some(known) = known.filter(|known| known.token_hash == Some(assignment.token_hash)) else { return false };
+        self.metrics.repeated_tasks.inc();
+        tracing::warn!(assignment = %assignment.id, result = known.result.as_str(), "Gitea delivered a task that is over; it is not run again");
+        match report::heartbeat(&self.rpc, task).await {
+            Ok(Wish::Run) => {
+                let reason =
+                    format!("This job ended before ({}), and was handed out again. It is not run twice.", known.result.as_str());
+                self.refuse(assignment, reason).await;
+            }
+            Ok(_) => {}
+            Err(e) => tracing::warn!(assignment = %assignment.id, error = %e, "failed to ask Gitea about a task that is over"),
+        }
+        true
     }
 
     /// The queue holds this task id already. The same token: the same job, delivered twice. Another: Gitea was restored from a

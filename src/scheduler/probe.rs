@@ -67,6 +67,9 @@ impl Scheduler {
         }
         // An environment that is settled or removed just now may have neither a claim nor a place in the queue.
         known.extend(self.claims.busy().into_iter().map(AssignmentId::task));
+        // One that was on the disk and is nowhere now was no lost fetch: `reconcile` looks into it.
+        let remembered = self.mirror.ask(|mirror| mirror.open_jobs()).await.unwrap_or_default();
+        known.extend(remembered.into_iter().map(|open| open.task));
         // Answers are stored out of order, by as many as are asked for at once.
         let below = i64::try_from(self.capacity.values().sum::<usize>()).unwrap_or(i64::MAX);
         let (mut lost, mut unknown) = (0, 0);

@@ -13,6 +13,7 @@ use crate::{
     gitea::report::{self, Wish},
     ids::Nonce,
     metrics::{BackendOutcome, BackendReason},
+    mirror::{Outcome, What},
 };
 
 /// After a failed create: doubles with each, up to the most.
@@ -65,6 +66,7 @@ impl Workshop {
         let event = if how == Ensured::Created { "executor_created" } else { "executor_found" };
         tracing::info!(event, assignment = %assignment.id, backend = %backend.kind(), executor = %environment.name,
             "{outcome} environment {} for {}", environment.name, assignment.id);
+        self.mirror.note(assignment.task, What::Created { environment: environment.name.to_string() });
         // Offered before it has an identity, so that its first call cannot come too early.
         self.offer(assignment, &environment);
         failpoint::reached("worker.offered");
@@ -74,6 +76,7 @@ impl Workshop {
                 "failed to bind an identity; reconcile tries again");
             return Made::Offered;
         }
+        self.mirror.note(assignment.task, What::Identity { environment: environment.name.to_string() });
         tracing::info!(event = "identity_bound", assignment = %assignment.id, backend = %backend.kind(), executor = %environment.name,
             "bound {} to {}", assignment.spiffe_id, environment.name);
         tracing::info!(event = "backend_pending", assignment = %assignment.id, backend = %backend.kind(), executor = %environment.name,
@@ -97,12 +100,10 @@ impl Workshop {
                 let reason = "The job was cancelled before it had an environment.".into();
                 over(self.settle(assignment, Verdict::Cancelled, vec![reason], stop).await)
             }
-            Some(Wish::Final(result)) => {
-                tracing::info!(assignment = %assignment.id, ?result, "the job is over at Gitea; no environment is made");
-                Some(Made::Over)
-            }
-            Some(Wish::Gone) => {
-                tracing::info!(assignment = %assignment.id, "Gitea does not have the job any more; no environment is made");
+            Some(wish @ (Wish::Final(_) | Wish::Gone)) => {
+                tracing::info!(assignment = %assignment.id, ?wish, "the job is over at Gitea, or not there any more; no environment is made");
+                let reason = Some("over at Gitea before it had an environment");
+                self.mirror.finished(assignment.task, Outcome::of(wish.result()), reason, Some(assignment.token_hash));
                 Some(Made::Over)
             }
         }
@@ -173,6 +174,7 @@ impl Workshop {
                 false => Made::Later(Duration::ZERO),
             };
         }
+        self.mirror.note(assignment.task, What::Returned { reason: format!("no environment could be made: {error}") });
         let delay = (CREATE_RETRY_FIRST * 2u32.pow(tries.min(6) - 1)).min(CREATE_RETRY_MOST);
         tracing::warn!(event = "backend_retry", assignment = %assignment.id, backend = kind, error = %error,
             retry_delay = delay.as_secs(), "failed to make an environment; will try again");

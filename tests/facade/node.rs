@@ -144,6 +144,7 @@ impl Node {
         let (claims, metrics, leases) = (Claims::new(CapabilityKey::random()), Metrics::new(), Leases::default());
         let backend = Arc::new(Marks::default());
         let facade = Facade {
+            mirror: gitea_dynamic_runner::mirror::Mirror::none(),
             rpc: gitea.clone(),
             claims: claims.clone(),
             queue: Arc::clone(&queue),

@@ -8,7 +8,10 @@ use std::{
 
 use connectrpc::ErrorCode;
 
-use crate::{ids::TaskId, proto::runner::TaskResult};
+use crate::{
+    ids::TaskId,
+    proto::runner::{self as rpc, TaskResult},
+};
 
 /// Requests, and reports, remembered one by one; older requests only count.
 const MAX_SEEN: usize = 100_000;
@@ -143,5 +146,31 @@ impl Record {
             self.reports.pop_front();
         }
         self.reports.push_back(Report { task: TaskId(task), what });
+    }
+}
+
+/// Answers that gave a task, remembered so that they can come twice.
+#[derive(Clone, Default)]
+pub(super) struct Given {
+    newest: VecDeque<rpc::Task>,
+    again: VecDeque<rpc::Task>,
+}
+
+impl Given {
+    const MOST: usize = 1000;
+
+    pub(super) fn remember(&mut self, task: Option<&rpc::Task>) {
+        self.newest.extend(task.cloned());
+        self.newest.drain(..self.newest.len().saturating_sub(Self::MOST));
+    }
+
+    /// The newest `many`, oldest first.
+    pub(super) fn order(&mut self, many: usize) {
+        self.again.extend(self.newest.iter().skip(self.newest.len().saturating_sub(many)).cloned());
+    }
+
+    /// The next to be given once more.
+    pub(super) fn again(&mut self) -> Option<rpc::Task> {
+        self.again.pop_front()
     }
 }

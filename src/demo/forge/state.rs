@@ -10,6 +10,7 @@ use std::{
 
 use super::{
     Forge, ForgeConfig,
+    faults::Given,
     job::{self, JobId, JobSpec, Place, RunId, RunWhen},
 };
 use crate::{ids::TaskId, proto::runner as rpc, secret::Secret};
@@ -128,8 +129,7 @@ pub(super) struct State {
     pub(super) log_bytes: usize,
     waiting: BTreeSet<(u64, JobId)>,
     /// The task that was handed out last, and whether it is to be handed out once more.
-    last_given: Option<rpc::Task>,
-    again: bool,
+    given: Given,
     waited: u64,
     last_run: i64,
     last_task: i64,
@@ -146,8 +146,7 @@ impl State {
             tasks: BTreeMap::new(),
             log_bytes: 0,
             waiting: BTreeSet::new(),
-            last_given: None,
-            again: false,
+            given: Given::default(),
             waited: 0,
             last_run: 0,
             last_task: 0,
@@ -185,19 +184,20 @@ impl State {
         if row.disabled || (row.ephemeral && self.busy(runner)) {
             return Ok(None);
         }
-        if std::mem::take(&mut self.again) {
-            return Ok(self.last_given.clone());
+        if let Some(task) = self.given.again() {
+            return Ok(Some(task));
         }
         let matches = |job: &Job| job.spec.labels.iter().all(|label| row.labels.contains(label));
         let found = self.waiting.iter().find(|(_, id)| self.jobs.get(id).is_some_and(matches)).copied();
         let Some((order, id)) = found else { return Ok(None) };
         self.waiting.remove(&(order, id));
-        self.last_given = self.claim(id, runner, root_url);
-        Ok(self.last_given.clone())
+        let task = self.claim(id, runner, root_url);
+        self.given.remember(task.as_ref());
+        Ok(task)
     }
 
-    pub(super) fn give_again(&mut self) {
-        self.again = self.last_given.is_some();
+    pub(super) fn give_again(&mut self, many: usize) {
+        self.given.order(many);
         self.version += 1;
     }
 
