@@ -95,7 +95,7 @@ impl Scheduler {
     }
 
     async fn fail_lost(&self, task: TaskId) -> Result<(), RpcError> {
-        self.metrics.lost_fetches.inc();
+        tracing::warn!(event = "lost_fetch", assignment = %task.assignment(), "{} never reached the disk; its job is failed", task.assignment());
         let reason = "Gitea handed this job to the runner, but it did not reach its disk: the controller was stopped in that moment, or \
                       the connection broke. It did not run. Please run it again.";
         let settlement = Settlement {
@@ -105,6 +105,8 @@ impl Scheduler {
             known_steps: Vec::new(),
             started_at: SystemTime::now(),
         };
-        report::settle(&self.rpc, task, &settlement).await
+        report::settle(&self.rpc, task, &settlement).await?;
+        self.metrics.lost_fetches.inc();
+        Ok(())
     }
 }

@@ -12,3 +12,4 @@ mod failpoints;
 mod faults;
 mod ledger;
 mod real;
+mod run;
