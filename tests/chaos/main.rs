@@ -10,6 +10,7 @@ mod world;
 
 mod failpoints;
 mod faults;
+mod jetstream;
 mod ledger;
 mod real;
 mod run;
