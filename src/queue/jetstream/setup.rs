@@ -134,6 +134,17 @@ impl Setup {
         Ok(())
     }
 
+    /// The stream for dead letters, made where there is none.
+    pub async fn ensure_dead_letters(&self) -> Result<(), SetupError> {
+        let dead = self.names.dead_stream();
+        if self.config_of(&format!("STREAM.INFO.{dead}"), code::STREAM_NOT_FOUND).await?.is_none()
+            && let Step::Do { subject, question, .. } = self.create_stream(&dead, judge::dead_rules(&self.names))
+        {
+            let _: Value = api::ask(&self.link, subject, &question).await.map_err(failed("make the stream for dead letters"))?;
+        }
+        Ok(())
+    }
+
     /// The stream as it is now.
     pub async fn stream(&self) -> Result<Accepted, SetupError> {
         let info = api::stream_info(&self.link, &self.names.stream).await.map_err(failed("look at the stream"))?;
@@ -161,7 +172,7 @@ impl Setup {
 
     async fn change_stream(&self, config: Value) -> Result<Step, SetupError> {
         let names = &self.names;
-        if judge::is_flat(&config, names) {
+        if judge::is_flat(&config, names) || self.count_flat().await? > 0 {
             return Ok(Step::Refused(vec![
                 "it has the old layout, in which all assignments of a backend share one subject: stop what publishes to it, then run \
                  `nats-setup --migrate`"
