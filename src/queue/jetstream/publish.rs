@@ -217,7 +217,7 @@ impl JetStreamQueue {
                 Err(format!("the stream {} is full ({text}): raise its max_bytes (docs/nats.md)", self.names.stream))
             }
             PublishErrorKind::TimedOut => {
-                Err("NATS does not acknowledge what is published: its disk is full, it hangs, or the user of \
+                Err("NATS does not acknowledge what is published: its disk is full (make room, and restart it), it hangs, or the user of \
                                                NATS_PRODUCER_USER may not publish there. It is sent again without end"
                     .into())
             }
