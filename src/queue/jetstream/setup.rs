@@ -179,19 +179,24 @@ impl Setup {
                     .into(),
             ]));
         }
+        let rules = judge::stream_rules(names);
+        let step = changed(&config, &rules, |config| (format!("STREAM.UPDATE.{}", names.stream), config));
+        let limits = judge::judge(&config, &rules).iter().any(|finding| finding.rule.key == "max_msgs_per_subject");
+        if !matches!(step, Step::Do { .. }) || !limits {
+            return Ok(step);
+        }
         // Lowering this to 1 deletes all but the last message of each subject.
         let subjects =
             api::subjects(&self.link, &names.stream, &names.all()).await.map_err(failed("list the stream's subjects"))?;
         let doubled: Vec<_> =
             subjects.iter().filter(|(_, messages)| **messages > 1).map(|(subject, _)| subject.clone()).collect();
-        let rules = judge::stream_rules(names);
-        if !doubled.is_empty() && judge::judge(&config, &rules).iter().any(|finding| finding.rule.key == "max_msgs_per_subject") {
-            return Ok(Step::Refused(vec![format!(
-                "{} hold more than one message, and would lose all but one: let the controller that it belongs to empty them first",
-                doubled.join(", ")
-            )]));
+        if doubled.is_empty() {
+            return Ok(step);
         }
-        Ok(changed(&config, &rules, |config| (format!("STREAM.UPDATE.{}", names.stream), config)))
+        Ok(Step::Refused(vec![format!(
+            "{} hold more than one message, and would lose all but one: let the controller that it belongs to empty them first",
+            doubled.join(", ")
+        )]))
     }
 
     fn consumer(&self, lane: Lane, config: Option<Value>) -> Step {
