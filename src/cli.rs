@@ -108,7 +108,8 @@ async fn executor() -> ExitCode {
 
 async fn serve(args: &Serve) -> ExitCode {
     let environment = config::process_environment();
-    telemetry::start(environment.get("LOG_FORMAT").map(String::as_str), "info");
+    // The client tells every attempt to connect; what matters of it is told by the queue.
+    telemetry::start(environment.get("LOG_FORMAT").map(String::as_str), "info,async_nats=error");
     if let Err(e) = crate::process::harden() {
         return told(&anyhow::Error::new(e).context("make the process non-dumpable"));
     }

@@ -15,7 +15,10 @@ use super::{
     judge::{self, Change},
     setup::{Setup, SetupError, failed},
 };
-use crate::ids::{Lane, TaskId};
+use crate::{
+    failpoint,
+    ids::{Lane, TaskId},
+};
 
 /// What a migration did, or would do.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -142,6 +145,7 @@ impl Setup {
             }
             Err(error) => return Err(SetupError(format!("move task {task} to {subject}: {error}"))),
         }
+        failpoint::reached("migrate.moved");
         // Dying here, both are there, and the next run comes by the line above.
         let question = json!({ "seq": message.sequence });
         let deleted: Result<Value, _> = api::ask(&self.link, format!("STREAM.MSG.DELETE.{}", self.names.stream), &question).await;

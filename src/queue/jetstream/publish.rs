@@ -14,6 +14,7 @@ use async_nats::jetstream::{context::PublishErrorKind, message::PublishMessage};
 use super::{JetStreamQueue, api, outbox::Waiting};
 use crate::{
     backoff::Backoff,
+    failpoint,
     ids::{Lane, TaskId},
     queue::{MAX_SEALED_BYTES, Published, QueueError},
 };
@@ -174,6 +175,7 @@ impl JetStreamQueue {
                     return Ok(());
                 }
             };
+            failpoint::reached("outbox.sent");
             // Dying before the row is removed, it is found in the stream by its message id and removed then.
             if let Err(error) = self.outbox.remove(number).await {
                 tracing::warn!(task = %row.task, %error, "failed to remove what NATS has from the outbox; will try again");
