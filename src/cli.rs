@@ -14,6 +14,7 @@ use crate::{
     telemetry,
 };
 
+mod nats_setup;
 mod register;
 mod show;
 
@@ -38,6 +39,8 @@ enum Command {
     Serve(Serve),
     /// Register one runner at Gitea, once; keeps what Gitea gave in STATE_DIRECTORY.
     Register(register::Register),
+    /// Make the stream and its consumers in NATS, for QUEUE=jetstream; shows a plan first.
+    NatsSetup(nats_setup::NatsSetup),
     /// Tell everything that is wrong with the settings, with the way out; changes nothing.
     CheckConfig(Serve),
     /// What is known of jobs, slots and events, from the mirror in STATE_DIRECTORY; also while the controller runs.
@@ -89,6 +92,7 @@ pub fn main() -> ExitCode {
         Command::Register(args) => runtime.block_on(register::run(args)),
         Command::Show(args) => show::show(&args),
         Command::RebuildMirror(args) => show::rebuild(&args),
+        Command::NatsSetup(args) => runtime.block_on(nats_setup::run(args)),
         Command::Demo(args) => runtime.block_on(crate::demo::run(args)),
         Command::Executor => runtime.block_on(executor()),
     };
@@ -104,7 +108,8 @@ async fn executor() -> ExitCode {
 
 async fn serve(args: &Serve) -> ExitCode {
     let environment = config::process_environment();
-    telemetry::start(environment.get("LOG_FORMAT").map(String::as_str), "info");
+    // The client tells every attempt to connect; what matters of it is told by the queue.
+    telemetry::start(environment.get("LOG_FORMAT").map(String::as_str), "info,async_nats=error");
     if let Err(e) = crate::process::harden() {
         return told(&anyhow::Error::new(e).context("make the process non-dumpable"));
     }

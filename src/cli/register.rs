@@ -117,7 +117,7 @@ fn prepare(state: &Path) -> anyhow::Result<()> {
 }
 
 /// Whoever owns the state directory runs the service; root may be the one who registers.
-fn give_to_owner(state: &Path, files: &[&Path]) -> anyhow::Result<()> {
+pub(super) fn give_to_owner(state: &Path, files: &[&Path]) -> anyhow::Result<()> {
     let owner = fs::metadata(state)?;
     for file in files {
         let theirs = fs::metadata(file)?;

@@ -40,6 +40,7 @@ mod judge;
 mod known;
 mod lease;
 mod link;
+pub mod migrate;
 mod monitor;
 mod names;
 mod outbox;

@@ -12,7 +12,7 @@ use std::{
 
 use tokio_util::sync::CancellationToken;
 
-use super::Scheduler;
+use super::{FetchState, Scheduler};
 use crate::{
     backoff::Backoff,
     claims::Verdict,
@@ -22,7 +22,7 @@ use crate::{
     },
     ids::{AssignmentId, BackendKind, Lane, TaskId},
     leader::LeaderPass,
-    queue::QueueError,
+    queue::{QueueError, QueueHealth},
 };
 
 /// Ids looked at above the highest stored one, at most.
@@ -41,12 +41,15 @@ pub(super) enum ProbeError {
 impl Scheduler {
     /// Looks until it has seen all, or `stop`.
     pub(super) async fn probe_lost_fetches(&self, stop: &CancellationToken, pass: &LeaderPass) {
-        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(30));
+        let mut backoff = Backoff::new(Duration::from_secs(1), Duration::from_secs(10));
         loop {
             match self.probe_pass(pass).await {
                 Ok(0) => return,
                 Ok(lost) => return tracing::warn!(lost, "failed tasks that a crash had lost between Gitea and the disk"),
                 Err(e) => tracing::warn!(error = %e, "failed to probe for lost tasks; will try again before fetching"),
+            }
+            if let QueueHealth::Unfit(reason) = self.queue.health().await {
+                self.say(FetchState::Held(format!("the queue cannot take more: {reason}")));
             }
             tokio::select! {
                 () = backoff.wait() => {}

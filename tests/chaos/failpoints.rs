@@ -14,7 +14,7 @@ use gitea_dynamic_runner::{
 
 use crate::{
     ledger::Ledger,
-    support::{eventually, story},
+    support::{eventually, nats::Nats, story},
     world::{POD, SOON, World, rows_with},
 };
 
@@ -34,6 +34,13 @@ crash_at! {
     "fetch.answered" => at_fetch_answered: a_lost_fetch,
     "fetch.stored" => at_fetch_stored: plain,
     "fetch.replaced" => at_fetch_replaced: a_restored_gitea,
+    "outbox.put" => at_outbox_put: through_jetstream,
+    "outbox.sent" => at_outbox_sent: through_jetstream,
+    "delivery.taken" => at_delivery_taken: through_jetstream,
+    "delivery.acked" => at_delivery_acked: through_jetstream,
+    "delivery.buried" => at_delivery_buried: an_unreadable_assignment_in_jetstream,
+    "stream.remembered" => at_stream_remembered: through_jetstream,
+    "migrate.moved" => at_migrate_moved: an_old_stream,
     "queue.new" => at_queue_new: plain,
     "files.written" => at_files_written: plain,
     "worker.leased" => at_worker_leased: plain,
@@ -90,6 +97,88 @@ async fn plain(name: &str) {
     world.controller.set(failpoint::VARIABLE, None);
     world.controller.start_again().await;
     ledger.balances(&world).await;
+}
+
+/// As [`plain`], with the queue in JetStream.
+async fn through_jetstream(name: &str) {
+    let nats = Nats::start().await;
+    nats.set_up().await;
+    let env = nats.env().into_iter().chain([(failpoint::VARIABLE, name.to_owned())]).collect();
+    let mut world = World::prepare(2, ForgeConfig::default(), env).await;
+    let mut ledger = Ledger::default();
+    ledger.push(&world, "first", world.quick("first"), JobStatus::Success, 1);
+    world.controller.spawn();
+    world.controller.crashes(CRASH).await;
+    two_more(&world, &mut ledger);
+    world.controller.set(failpoint::VARIABLE, None);
+    world.controller.start_again().await;
+    ledger.balances(&world).await;
+    let admin = nats.admin().await;
+    eventually("NATS holds nothing", SOON, async || (admin.messages("CI_RUNNER").await == 0).then_some(())).await;
+}
+
+/// Its job is failed, it becomes one dead letter, and leaves.
+async fn an_unreadable_assignment_in_jetstream(name: &str) {
+    let nats = Nats::start().await;
+    nats.set_up().await;
+    let env = nats.env().into_iter().chain([(failpoint::VARIABLE, name.to_owned())]).collect();
+    let mut world = World::prepare(1, ForgeConfig::default(), env).await;
+    let mut ledger = Ledger::default();
+    world.controller.start_again().await;
+    let running = ledger.push(&world, "running", world.counting("running"), JobStatus::Success, 1);
+    world.counts("running", running).await;
+    let spoilt = ledger.push(&world, "spoilt", world.quick("spoilt"), JobStatus::Failure, 0);
+    let task = world.task(spoilt).await;
+    let admin = nats.admin().await;
+    eventually("it waits in NATS", SOON, async || (admin.messages("CI_RUNNER").await == 1).then_some(())).await;
+    world.controller.kill9();
+    let subject = format!("ci.assignment.pod.{task}");
+    let question = serde_json::json!({ "last_by_subj": subject });
+    let stored = admin.ok("STREAM.MSG.GET.CI_RUNNER", question).await["message"].clone();
+    let mut sealed =
+        stored["data"].as_str().map(|text| base64::Engine::decode(&base64::prelude::BASE64_STANDARD, text).unwrap()).unwrap();
+    *sealed.last_mut().unwrap() ^= 1;
+    admin.ok("STREAM.MSG.DELETE.CI_RUNNER", serde_json::json!({ "seq": stored["seq"] })).await;
+    admin.publish(&subject, &[], sealed).await;
+    world.controller.start_again().await;
+    world.gate.open();
+    crashes_and_starts_again(&mut world).await;
+    let view = world.ended(spoilt).await;
+    assert_eq!(rows_with(&view, "could not read this job"), 1, "{:#?}", view.log);
+    ledger.balances(&world).await;
+    eventually("it has left", SOON, async || (admin.messages("CI_RUNNER").await == 0).then_some(())).await;
+    assert_eq!(admin.messages("CI_DEAD").await, 1, "buried twice is one letter");
+}
+
+/// The command is what crashes; run again, it goes on, and every message is there once.
+async fn an_old_stream(name: &str) {
+    let nats = Nats::start().await;
+    let admin = nats.admin().await;
+    let config = serde_json::json!({ "name": "CI_RUNNER", "subjects": ["ci.assignment.pod"], "retention": "workqueue", "storage": "file",
+        "discard": "old", "num_replicas": 1 });
+    admin.ok("STREAM.CREATE.CI_RUNNER", config).await;
+    for task in ["3", "1", "2"] {
+        admin.publish("ci.assignment.pod", &[("Task-Id", task)], task.as_bytes().to_vec()).await;
+    }
+    let state = tempfile::tempdir().unwrap();
+    let migrate = |crash: Option<&str>| {
+        let mut command = std::process::Command::new(env!("CARGO_BIN_EXE_gitea-dynamic-runner"));
+        command.args(["nats-setup", "--migrate", "--yes"]).env_clear().env("STATE_DIRECTORY", state.path());
+        command.env("NATS_URL", nats.url()).env("NATS_ADMIN_USER", "admin").env("NATS_ADMIN_PASSWORD", "admin-secret");
+        command.envs(crash.map(|at| (failpoint::VARIABLE, at)));
+        command.output().unwrap()
+    };
+    let crashed = migrate(Some(&format!("{name}:2")));
+    assert_eq!(std::os::unix::process::ExitStatusExt::signal(&crashed.status), Some(9));
+    assert_eq!(admin.messages("CI_RUNNER").await, 4, "one is there twice");
+    let done = migrate(None);
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let mut left = Vec::new();
+    for seq in 1..=10 {
+        let message = admin.api("STREAM.MSG.GET.CI_RUNNER", serde_json::json!({ "seq": seq })).await;
+        left.extend(message["message"]["subject"].as_str().map(str::to_owned));
+    }
+    assert_eq!(left, ["ci.assignment.pod.3", "ci.assignment.pod.1", "ci.assignment.pod.2"]);
 }
 
 /// Pushed later than the one that meets the crash, for a task in mid-fetch would be lost with it, as rule R3 says.

@@ -3,7 +3,14 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![allow(dead_code, reason = "the world is shared with other stories")]
 
+mod bench;
+mod checks;
 mod controller;
+mod crashes;
+mod limits;
+mod outbox;
+mod rights;
+mod setup;
 #[path = "../support/mod.rs"]
 mod support;
 #[path = "../rules/world.rs"]

@@ -98,7 +98,7 @@ impl Nats {
     /// Answers on return.
     pub(crate) async fn start_again(&mut self) {
         self.spawn();
-        eventually("nats-server answers", LIMIT, async || self.ask("/healthz").await.then_some(())).await;
+        eventually("nats-server answers", LIMIT, async || self.ask("/varz").await.then_some(())).await;
     }
 
     fn spawn(&mut self) {

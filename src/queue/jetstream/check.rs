@@ -19,7 +19,7 @@ use super::{
     judge::{self, Finding},
     monitor,
 };
-use crate::{files, ids::Lane};
+use crate::{failpoint, files, ids::Lane};
 
 /// Between looks at a server that was refused.
 const CLOSED_PERIOD: Duration = Duration::from_secs(3);
@@ -249,6 +249,7 @@ impl JetStreamQueue {
         let text = serde_json::json!({ "stream": stream, "created": created }).to_string();
         files::write_private(&self.folder.join(KNOWN_FILE), text.as_bytes(), files::Durable::Disk)
             .map_err(|e| format!("write {KNOWN_FILE}: {e}"))?;
+        failpoint::reached("stream.remembered");
         files::remove(&self.folder.join(ACCEPTED_FILE)).map_err(|e| format!("remove {ACCEPTED_FILE}: {e}"))?;
         tracing::info!(stream, "the stream in NATS is remembered");
         Ok(())

@@ -10,6 +10,7 @@ use futures::{FutureExt as _, StreamExt as _};
 
 use super::{JetStreamQueue, api, api::ApiError, known::Standing};
 use crate::{
+    failpoint,
     ids::{Lane, TaskId},
     queue::{Lease, LeaseToken, MAX_DELAY, QueueError, Settled},
 };
@@ -119,6 +120,7 @@ impl JetStreamQueue {
             return Ok(None);
         };
         self.known.leased(lane, task, &token, delivery, reply.clone());
+        failpoint::reached("delivery.taken");
         // For the next process, which gives it back at once. Failing costs it the wait for the deadline.
         if let Err(error) = self.outbox.keep_reply(task, reply).await {
             tracing::debug!(%task, %error, "failed to keep the reply subject of a delivery");
@@ -148,6 +150,7 @@ impl JetStreamQueue {
             Standing::Lost => return Ok(Settled::LeaseLost),
         };
         self.settle(&reply, "+ACK".into()).await?;
+        failpoint::reached("delivery.acked");
         self.left(lease.lane, lease.task).await;
         Ok(Settled::Done)
     }
@@ -171,6 +174,7 @@ impl JetStreamQueue {
     pub(super) async fn dead_letter(&self, lease: &Lease, reason: &str) -> Result<(), QueueError> {
         let reply = self.held(lease)?;
         self.bury(lease.lane, &lease.task.to_string(), lease.token.seq, &lease.sealed, reason).await?;
+        failpoint::reached("delivery.buried");
         self.settle(&reply, format!("+TERM {}", one_line(reason))).await?;
         self.left(lease.lane, lease.task).await;
         Ok(())

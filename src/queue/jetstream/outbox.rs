@@ -14,6 +14,7 @@ use redb::{ReadableTable as _, TableDefinition, WriteTransaction};
 use serde::{Deserialize, Serialize};
 
 use crate::{
+    failpoint,
     ids::{Lane, TaskId},
     queue::{
         QueueError, QueueHealth,
@@ -141,6 +142,7 @@ impl Outbox {
         let mut index = self.index();
         index.rows.insert(number, Waiting { lane, task, message_id, since: Instant::now() });
         index.highest_task = index.highest_task.max(u64::try_from(task.0).unwrap_or(0));
+        failpoint::reached("outbox.put");
         Ok(number)
     }
 

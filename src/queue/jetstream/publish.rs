@@ -14,6 +14,7 @@ use async_nats::jetstream::{context::PublishErrorKind, message::PublishMessage};
 use super::{JetStreamQueue, api, outbox::Waiting};
 use crate::{
     backoff::Backoff,
+    failpoint,
     ids::{Lane, TaskId},
     queue::{MAX_SEALED_BYTES, Published, QueueError},
 };
@@ -174,6 +175,7 @@ impl JetStreamQueue {
                     return Ok(());
                 }
             };
+            failpoint::reached("outbox.sent");
             // Dying before the row is removed, it is found in the stream by its message id and removed then.
             if let Err(error) = self.outbox.remove(number).await {
                 tracing::warn!(task = %row.task, %error, "failed to remove what NATS has from the outbox; will try again");
@@ -217,7 +219,7 @@ impl JetStreamQueue {
                 Err(format!("the stream {} is full ({text}): raise its max_bytes (docs/nats.md)", self.names.stream))
             }
             PublishErrorKind::TimedOut => {
-                Err("NATS does not acknowledge what is published: its disk is full, it hangs, or the user of \
+                Err("NATS does not acknowledge what is published: its disk is full (make room, and restart it), it hangs, or the user of \
                                                NATS_PRODUCER_USER may not publish there. It is sent again without end"
                     .into())
             }

@@ -134,6 +134,17 @@ impl Setup {
         Ok(())
     }
 
+    /// The stream for dead letters, made where there is none.
+    pub async fn ensure_dead_letters(&self) -> Result<(), SetupError> {
+        let dead = self.names.dead_stream();
+        if self.config_of(&format!("STREAM.INFO.{dead}"), code::STREAM_NOT_FOUND).await?.is_none()
+            && let Step::Do { subject, question, .. } = self.create_stream(&dead, judge::dead_rules(&self.names))
+        {
+            let _: Value = api::ask(&self.link, subject, &question).await.map_err(failed("make the stream for dead letters"))?;
+        }
+        Ok(())
+    }
+
     /// The stream as it is now.
     pub async fn stream(&self) -> Result<Accepted, SetupError> {
         let info = api::stream_info(&self.link, &self.names.stream).await.map_err(failed("look at the stream"))?;
@@ -161,26 +172,31 @@ impl Setup {
 
     async fn change_stream(&self, config: Value) -> Result<Step, SetupError> {
         let names = &self.names;
-        if judge::is_flat(&config, names) {
+        if judge::is_flat(&config, names) || self.count_flat().await? > 0 {
             return Ok(Step::Refused(vec![
                 "it has the old layout, in which all assignments of a backend share one subject: stop what publishes to it, then run \
                  `nats-setup --migrate`"
                     .into(),
             ]));
         }
+        let rules = judge::stream_rules(names);
+        let step = changed(&config, &rules, |config| (format!("STREAM.UPDATE.{}", names.stream), config));
+        let limits = judge::judge(&config, &rules).iter().any(|finding| finding.rule.key == "max_msgs_per_subject");
+        if !matches!(step, Step::Do { .. }) || !limits {
+            return Ok(step);
+        }
         // Lowering this to 1 deletes all but the last message of each subject.
         let subjects =
             api::subjects(&self.link, &names.stream, &names.all()).await.map_err(failed("list the stream's subjects"))?;
         let doubled: Vec<_> =
             subjects.iter().filter(|(_, messages)| **messages > 1).map(|(subject, _)| subject.clone()).collect();
-        let rules = judge::stream_rules(names);
-        if !doubled.is_empty() && judge::judge(&config, &rules).iter().any(|finding| finding.rule.key == "max_msgs_per_subject") {
-            return Ok(Step::Refused(vec![format!(
-                "{} hold more than one message, and would lose all but one: let the controller that it belongs to empty them first",
-                doubled.join(", ")
-            )]));
+        if doubled.is_empty() {
+            return Ok(step);
         }
-        Ok(changed(&config, &rules, |config| (format!("STREAM.UPDATE.{}", names.stream), config)))
+        Ok(Step::Refused(vec![format!(
+            "{} hold more than one message, and would lose all but one: let the controller that it belongs to empty them first",
+            doubled.join(", ")
+        )]))
     }
 
     fn consumer(&self, lane: Lane, config: Option<Value>) -> Step {
