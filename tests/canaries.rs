@@ -129,6 +129,8 @@ async fn while_a_job_waits_its_secrets_are_in_clear_nowhere() {
     let control = system.state().join("private/control");
     fs::write(&control, format!("xx{SECRET}yy{TOKEN}zz{RUNTIME}")).unwrap();
     assert_eq!(found(&system, &of_the_job()).await.len(), 3);
+    // The mirror has the waiting job's copy, sealed; and it is among what is searched.
+    assert!(files(&system.state()).iter().any(|file| file.ends_with("private/mirror.redb")));
     fs::remove_file(&control).unwrap();
     assert_eq!(found(&system, &of_the_job()).await, BTreeSet::new());
     go(&system.environment(blocker));

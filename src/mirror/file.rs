@@ -17,7 +17,7 @@ use super::{
     migrate::{self, SCHEMA},
     rows::{self, Failure, META, META_INSTANCE, META_SCHEMA},
 };
-use crate::{files, ids::InstanceId};
+use crate::{failpoint, files, ids::InstanceId};
 
 pub(super) const CACHE_BYTES: usize = 4 << 20;
 /// Files set aside that are kept, the newest.
@@ -129,6 +129,7 @@ fn begin(path: &Path, instance: &InstanceId, now_ms: u64) -> Result<(), Trouble>
         write(&database, |txn| rows::found(txn, instance, now_ms))?;
         database.close().map_err(|e| Trouble::of(e.into()))
     })?;
+    failpoint::reached("mirror.new");
     fs::rename(&new, path).map_err(|e| Trouble::io("name", path, &e))?;
     files::sync_folder_of(path).map_err(|e| Trouble::io("sync the folder of", path, &e))
 }

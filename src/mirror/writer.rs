@@ -23,7 +23,7 @@ use super::{
     now_ms,
     rows::Tables,
 };
-use crate::metrics::ReasonLabel;
+use crate::{failpoint, metrics::ReasonLabel};
 
 /// How long the first note of a transaction waits for others: a commit costs the disk two flushes.
 const LINGER: Duration = Duration::from_millis(25);
@@ -98,6 +98,9 @@ impl Writer {
                         waiting.push(done);
                     }
                 }
+            }
+            if !notes.is_empty() {
+                failpoint::reached("mirror.noted");
             }
             self.write(&notes);
             for note in &notes {

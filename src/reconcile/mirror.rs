@@ -98,7 +98,6 @@ impl Keeper {
         for lane in Lane::ALL {
             queued.extend(self.queue.list(lane).await.ok()?.into_iter().map(|q| (q.task, lane)));
         }
-        let dead = self.queue.dead().await.ok()?.into_iter().map(|d| (d.task, d.reason)).collect();
         let mut held: HashSet<TaskId> = self.claims.busy().into_iter().map(AssignmentId::task).collect();
         held.extend(self.slots.values().flat_map(Slots::active).map(AssignmentId::task));
         for kind in BackendKind::ALL {
@@ -112,7 +111,12 @@ impl Keeper {
                 environments.entry(environment.assignment.task()).or_insert(environment);
             }
         }
-        Some(Facts { looked_ms, open, queued, dead, environments, held })
+        let mut facts = Facts { looked_ms, open, queued, dead: HashMap::new(), environments, held };
+        // Reading the dead letters may cost the store much, and hardly ever is one of ours among them.
+        if facts.open.iter().any(|open| !facts.present(open.task)) {
+            facts.dead = self.queue.dead().await.ok()?.into_iter().map(|dead| (dead.task, dead.reason)).collect();
+        }
+        Some(facts)
     }
 
     /// Notes what the mirror does not show. Repeating it notes nothing.

@@ -10,6 +10,7 @@ use super::mirror::{Facts, Keeper};
 use crate::{
     assignment::Assignment,
     claims::Verdict,
+    failpoint,
     gitea::report::{self, Settlement, Wish},
     ids::TaskId,
     leader::LeaderPass,
@@ -99,6 +100,7 @@ impl Keeper {
             Ok(Published::Stored) => {
                 tracing::warn!(assignment = %assignment.id, backend = %assignment.lane,
                     "a job was in the mirror and in no queue and no environment (was the queue lost?); queued it again from the mirror's copy");
+                failpoint::reached("stranded.republished");
                 self.mirror.note(assignment.task, What::Republished { reason: "the queue had lost it".into() });
                 Some("republished")
             }

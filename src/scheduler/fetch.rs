@@ -14,6 +14,7 @@ use crate::{
     },
     leader::LeaderPass,
     metrics::LaneLabel,
+    mirror,
     queue::{Published, QueueError},
     secret::SecretBytes,
 };
@@ -147,6 +148,9 @@ impl Scheduler {
             return Ok(false);
         }
         tracing::warn!(assignment = %assignment.id, "Gitea gave a known task id anew (a restored backup?); the old job goes first");
+        // On disk before the old one goes, or the mirror's copy of it would be taken for a job that the queue has lost.
+        self.mirror.finished(assignment.task, mirror::Outcome::Unknown, Some("Gitea gave its id anew"), None);
+        self.mirror.flush().await;
         self.queue.cancel(held.lane, assignment.task).await?;
         // We may die before the new one is stored: it is found as one whose answer was lost (rule R3).
         failpoint::reached("fetch.replaced");

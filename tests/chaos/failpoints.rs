@@ -67,6 +67,9 @@ crash_at! {
     "settle.sealed" => at_settle_sealed: a_lost_environment,
     "settle.reported" => at_settle_reported: a_lost_environment,
     "settle.marked" => at_settle_marked: a_lost_environment,
+    "mirror.new" => at_mirror_new: plain,
+    "mirror.noted" => at_mirror_noted: plain,
+    "stranded.republished" => at_stranded_republished: a_lost_queue,
     "register.answered" => at_register_answered: a_registration,
     "executor.prepared" => at_executor_prepared: an_executor_that_crashes_before_start,
     "executor.started" => at_executor_started: an_executor_that_crashes_before_its_runner,
@@ -323,6 +326,28 @@ async fn a_lost_environment(name: &str) {
     let view = world.ended(lost).await;
     assert!(rows_with(&view, "environment ended without a result") >= 1, "{:#?}", view.log);
     ledger.push(&world, "after", world.quick("after"), JobStatus::Success, 1);
+    ledger.balances(&world).await;
+}
+
+/// The queue's file is gone, and the waiting jobs come back from the mirror's copies.
+async fn a_lost_queue(name: &str) {
+    let mut world = about_to_crash(name, 2).await;
+    let mut ledger = Ledger::default();
+    world.controller.start_again().await;
+    for name in ["one", "two"] {
+        let running = ledger.push(&world, name, world.counting(name), JobStatus::Success, 1);
+        world.counts(name, running).await;
+    }
+    for name in ["three", "four"] {
+        let waiting = ledger.push(&world, name, world.quick(name), JobStatus::Success, 1);
+        let task = world.task(waiting).await;
+        eventually("it waits with us", SOON, async || (world.controller.events("received", task) == 1).then_some(())).await;
+    }
+    world.controller.sigterm();
+    std::fs::remove_file(world.controller.state().join("private/queue.redb")).unwrap();
+    world.controller.spawn();
+    crashes_and_starts_again(&mut world).await;
+    world.gate.open();
     ledger.balances(&world).await;
 }
 

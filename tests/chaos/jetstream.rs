@@ -70,8 +70,8 @@ async fn f1_killed_between_the_answer_to_a_fetch_and_our_disk_the_job_fails_with
 #[tokio::test(flavor = "multi_thread")]
 async fn f1_killed_between_our_disk_and_the_acknowledgement_of_nats_the_job_runs_once() {
     story(Duration::from_secs(120), async {
-        crashed_at("outbox.stored", 1).await;
-        crashed_at("outbox.published", 1).await;
+        crashed_at("outbox.put", 1).await;
+        crashed_at("outbox.sent", 1).await;
     })
     .await;
 }

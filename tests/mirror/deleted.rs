@@ -32,7 +32,7 @@ fn name(n: usize) -> String {
 /// Each waits at the gate; every fifth ends red.
 fn push_all(world: &World) -> Vec<JobId> {
     let spec = |n: usize| {
-        let (name, end) = (name(n), if n % 5 == 0 { "exit 3" } else { "echo done" });
+        let (name, end) = (name(n), if n.is_multiple_of(5) { "exit 3" } else { "echo done" });
         let gate = &world.gate;
         let script = format!("{}\nuntil {}; do sleep 1; done\n{end}", gate.sign(&format!("started {name}")), gate.ask("waits"));
         JobSpec::new(&name, &POD).run(&script)
@@ -50,7 +50,7 @@ fn tasks(world: &World, phase: &str) -> Option<BTreeSet<i64>> {
 async fn all_end_as_they_should(world: &World, jobs: &[JobId]) {
     for (n, job) in jobs.iter().enumerate() {
         let view = world.forge.wait_done(*job, Duration::from_secs(150)).await.unwrap();
-        let wanted = if n % 5 == 0 { JobStatus::Failure } else { JobStatus::Success };
+        let wanted = if n.is_multiple_of(5) { JobStatus::Failure } else { JobStatus::Success };
         assert_eq!(view.status, wanted, "{}: {:#?}", name(n), view.log);
     }
     for n in 0..jobs.len() {
@@ -157,8 +157,10 @@ async fn every_finished_task_delivered_once_more_runs_by_no_mirror_at_all() {
     .await;
 }
 
+type Harm = fn(&Path);
+
 /// What is done to the live file.
-const HARM: [(&str, fn(&Path)); 5] = [
+const HARM: [(&str, Harm); 5] = [
     ("removed", |path| fs::remove_file(path).unwrap()),
     ("cut", |path| {
         let file = fs::OpenOptions::new().write(true).open(path).unwrap();

@@ -176,8 +176,10 @@ async fn what_was_found_makes_rows_but_never_undoes_what_was_noted_later() {
     assert_eq!(job(&mirror, 9).await.unwrap().phase, Phase::Finished);
 }
 
+type Damage = fn(&Path);
+
 /// Each kind of damage, and what is done to a whole file for it.
-const DAMAGE: [(&str, fn(&Path)); 6] = [
+const DAMAGE: [(&str, Damage); 6] = [
     ("cut", |path| cut(path, fs::metadata(path).unwrap().len() / 2)),
     ("cut to a stub", |path| cut(path, 100)),
     ("empty", |path| fs::write(path, "").unwrap()),

@@ -5,7 +5,6 @@
 
 #[path = "../support/mod.rs"]
 mod support;
-#[allow(dead_code, reason = "the stories of the rules use the rest")]
 #[path = "../rules/world.rs"]
 mod world;
 

@@ -64,7 +64,7 @@ async fn desk() -> Desk {
         pass,
         stop: CancellationToken::new(),
     };
-    Desk { keeper, assignments, forge: forge, _folder: folder }
+    Desk { keeper, assignments, forge, _folder: folder }
 }
 
 impl Desk {
