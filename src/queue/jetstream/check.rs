@@ -296,20 +296,30 @@ impl JetStreamQueue {
         warnings
     }
 
-    /// What the process before this one held comes back at once, instead of at its deadline. Only before anything is leased here: a
-    /// delivery is told by its message, so giving it back later would take it from its present holder.
+    /// What the process before this one held comes back at once, instead of at its deadline; what it had put off comes early, which
+    /// harms nothing. Only before anything is leased here: a delivery is told by its message, so this would take it from its holder.
+    ///
+    /// The server reads only consumer, message and delivery from a reply subject, and any delivery that is out is good enough, so the
+    /// dead process need not have left its own.
     async fn give_back(&self, memory: &mut Memory) -> Result<(), String> {
         if memory.given_back {
             return Ok(());
         }
-        let replies = self.outbox.replies().await.map_err(|e| format!("read the deliveries of the last run: {e}"))?;
-        for (task, reply) in &replies {
-            if let Err(error) = api::settle(&self.worker, reply, "-NAK".into()).await {
-                tracing::debug!(%task, %error, "failed to give a delivery of the last run back; its deadline does");
+        let stream = &self.names.stream;
+        for lane in Lane::ALL {
+            let failed = |e: ApiError| format!("look for the deliveries of the last run: {e}");
+            let delivered = api::consumer_info(&self.worker, stream, lane.as_str()).await.map_err(failed)?;
+            if delivered.num_ack_pending == 0 {
+                continue;
             }
-        }
-        if !replies.is_empty() {
-            self.outbox.clear_replies().await.map_err(|e| format!("forget the deliveries of the last run: {e}"))?;
+            let (passed, last) = (delivered.delivered.stream_sequence, delivered.delivered.consumer_sequence);
+            let tasks = self.in_order(lane).await.map_err(|e| e.to_string())?;
+            for seq in tasks.into_iter().filter_map(|task| self.known.place(lane, task)).filter(|seq| *seq <= passed) {
+                let reply = format!("$JS.ACK.{stream}.{lane}.1.{seq}.{last}.0.0");
+                if let Err(error) = api::settle(&self.worker, &reply, "-NAK".into()).await {
+                    tracing::debug!(%lane, seq, %error, "failed to give a delivery of the last run back; its deadline does");
+                }
+            }
         }
         memory.given_back = true;
         Ok(())

@@ -119,12 +119,8 @@ impl JetStreamQueue {
             self.settle(&reply, format!("+TERM {reason}")).await?;
             return Ok(None);
         };
-        self.known.leased(lane, task, &token, delivery, reply.clone());
+        self.known.leased(lane, task, &token, delivery, reply);
         failpoint::reached("delivery.taken");
-        // For the next process, which gives it back at once. Failing costs it the wait for the deadline.
-        if let Err(error) = self.outbox.keep_reply(task, reply).await {
-            tracing::debug!(%task, %error, "failed to keep the reply subject of a delivery");
-        }
         Ok(Some(Lease { lane, task, sealed: message.payload.to_vec(), delivery, token }))
     }
 
@@ -166,7 +162,6 @@ impl JetStreamQueue {
         let word = if delay.is_zero() { "-NAK".into() } else { format!("-NAK {{\"delay\": {}}}", delay.as_nanos()) };
         self.settle(&reply, word).await?;
         self.known.released(lease, (!delay.is_zero()).then(|| Instant::now() + delay));
-        self.outbox.drop_reply(lease.task);
         Ok(())
     }
 
@@ -203,7 +198,6 @@ impl JetStreamQueue {
     /// It is not in the stream any more, so nothing of it is kept here.
     pub(super) async fn left(&self, lane: Lane, task: TaskId) {
         self.known.gone(lane, task);
-        self.outbox.drop_reply(task);
         // A crash may have left its row though NATS had it.
         if let Some((number, _)) = self.outbox.find(task).filter(|(_, row)| row.lane == lane)
             && let Err(error) = self.outbox.remove(number).await

@@ -37,8 +37,6 @@ const META: TableDefinition<'_, u8, u64> = TableDefinition::new("meta");
 const ROWS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("outbox");
 /// The same number to the sealed assignment.
 const PAYLOADS: TableDefinition<'_, u64, &[u8]> = TableDefinition::new("outbox_payloads");
-/// Task id to the subject at which its delivery is acknowledged: what the next process gives back at once.
-const REPLIES: TableDefinition<'_, i64, &str> = TableDefinition::new("replies");
 
 const KIND: Kind = Kind {
     found,
@@ -70,8 +68,6 @@ struct Index {
     rows: BTreeMap<u64, Waiting>,
     highest_task: u64,
     stream_created: Option<u64>,
-    /// Tasks whose stored reply subject is worth nothing any more; they leave the file with the next one that comes.
-    stale_replies: Vec<TaskId>,
 }
 
 pub(super) struct Outbox {
@@ -83,7 +79,6 @@ fn found(txn: &WriteTransaction) -> Result<Step<()>, Failure> {
     txn.open_table(META)?.insert(META_SCHEMA, SCHEMA)?;
     txn.open_table(ROWS)?;
     txn.open_table(PAYLOADS)?;
-    txn.open_table(REPLIES)?;
     Ok(Step::Commit(()))
 }
 
@@ -216,48 +211,6 @@ impl Outbox {
         let mut index = self.index();
         (index.stream_created, index.highest_task) = (Some(created), highest);
         Ok(())
-    }
-
-    /// Keeps the reply subject of a delivery for the next process.
-    pub(super) async fn keep_reply(&self, task: TaskId, reply: String) -> Result<(), QueueError> {
-        let stale = std::mem::take(&mut self.index().stale_replies);
-        let keep = move |txn: &WriteTransaction| {
-            let mut replies = txn.open_table(REPLIES)?;
-            for task in &stale {
-                replies.remove(task.0)?;
-            }
-            replies.insert(task.0, reply.as_str())?;
-            Ok(Step::Commit(()))
-        };
-        self.store.run(move |store| store.write(keep)).await
-    }
-
-    /// The delivery was settled. Not written at once: giving back what was settled does nothing.
-    pub(super) fn drop_reply(&self, task: TaskId) {
-        self.index().stale_replies.push(task);
-    }
-
-    /// All reply subjects of the process before this one.
-    pub(super) async fn replies(&self) -> Result<Vec<(TaskId, String)>, QueueError> {
-        let all = |store: &Store| {
-            store.read(|txn| {
-                let mut replies = Vec::new();
-                for entry in txn.open_table(REPLIES)?.iter()? {
-                    let (task, reply) = entry?;
-                    replies.push((TaskId(task.value()), reply.value().to_owned()));
-                }
-                Ok(replies)
-            })
-        };
-        self.store.run(all).await
-    }
-
-    pub(super) async fn clear_replies(&self) -> Result<(), QueueError> {
-        let clear = |txn: &WriteTransaction| {
-            txn.open_table(REPLIES)?.retain(|_, _| false)?;
-            Ok(Step::Commit(()))
-        };
-        self.store.run(move |store| store.write(clear)).await
     }
 
     /// Whether the file can be written and its disk has room.
