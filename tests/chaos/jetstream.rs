@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use gitea_dynamic_runner::{
-    demo::forge::{ForgeConfig, JobStatus},
+    demo::forge::{ForgeConfig, JobSpec, JobStatus, Method},
     failpoint,
 };
 
@@ -160,6 +160,87 @@ async fn f6_nats_away_for_a_minute_nothing_is_fetched_running_jobs_go_on_and_end
     .await;
 }
 
+/// The operator's command; what it said.
+fn nats_setup(world: &World, arguments: &[&str]) -> String {
+    let mut command = world.controller.command();
+    command.arg("nats-setup").args(arguments);
+    command.env("NATS_ADMIN_USER", "admin").env("NATS_ADMIN_PASSWORD", "admin-secret");
+    let said = command.output().unwrap();
+    let text = format!("{}{}", String::from_utf8_lossy(&said.stdout), String::from_utf8_lossy(&said.stderr));
+    assert!(said.status.success(), "{text}");
+    text
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn f7_the_data_of_nats_are_lost_running_jobs_go_on_and_what_waited_comes_back_from_the_mirror_and_runs_once() {
+    story(Duration::from_secs(150), async {
+        let (mut nats, mut world) = with_nats(1).await;
+        let mut ledger = Ledger::default();
+        world.controller.start_again().await;
+        let running = ledger.push(&world, "running", world.counting("running"), JobStatus::Success, 1);
+        world.counts("running", running).await;
+        let waiting = ledger.push(&world, "waiting", world.quick("waiting"), JobStatus::Success, 1);
+        let task = world.task(waiting).await;
+        eventually("it waits in the stream", SOON, async || (nats.admin().await.messages("CI_RUNNER").await == 1).then_some(()))
+            .await;
+        nats.kill9();
+        std::fs::remove_dir_all(nats.folder().join("js")).unwrap();
+        nats.start_again().await;
+        let way_out = eventually("it says what is missing, and the way out", SOON, async || {
+            world.controller.readiness().await.filter(|why| why.contains("nats-setup"))
+        });
+        println!("{}", way_out.await);
+        let rows = world.forge.job(running).unwrap().log.len();
+        world.see("more rows of the running job", |forge| (forge.job(running)?.log.len() > rows).then_some(())).await;
+        println!("{}", nats_setup(&world, &["--replace-lost", "--yes"]));
+        eventually("what waited is in the stream again", Duration::from_secs(40), async || {
+            (nats.admin().await.messages("CI_RUNNER").await == 1).then_some(())
+        })
+        .await;
+        world.gate.open();
+        ledger.balances(&world).await;
+        assert_eq!(world.controller.events("executor_created", task), 1);
+    })
+    .await;
+}
+
+/// Fifty jobs of one backend, of which one at a time runs, and then one of the other backend: nothing holds it up.
+#[tokio::test(flavor = "multi_thread")]
+async fn fifty_vm_jobs_before_it_do_not_hold_a_pod_job_up_for_five_seconds() {
+    story(Duration::from_secs(150), async {
+        let nats = Nats::start().await;
+        nats.set_up().await;
+        let mut env = nats.env();
+        env.extend([("VM_BACKEND", "local".to_owned()), ("VM_CAPACITY", "1".to_owned())]);
+        let mut world = World::prepare(2, ForgeConfig::default(), env).await;
+        world.controller.start_again().await;
+        let hold = world.gate.wait("holding");
+        let vms = (0..50).map(|n| JobSpec::new(&format!("vm{n}"), &["self-hosted", "vm"]).run(&hold));
+        let vms = world.forge.push(vms).jobs;
+        world.gate.called("holding", SOON).await;
+        eventually("the other vm jobs are held back at Gitea", SOON, async || {
+            let fetched = vms.iter().filter(|job| world.forge.job(**job).unwrap().fetched > 0).count();
+            // One runs, one waits with us, and as many more as questions were on their way.
+            (fetched >= 2).then(|| assert!(fetched <= 2 + 3, "{fetched} of 50 were taken"))
+        })
+        .await;
+        let pushed = Instant::now();
+        let pod = world.push(world.quick("pod"));
+        let task = world.task(pod).await;
+        let made = async || (world.controller.events("executor_created", task) == 1).then_some(());
+        eventually("the pod job's environment is made", Duration::from_secs(5), made).await;
+        println!("made {:?} after its push", pushed.elapsed());
+        world.ends_green(pod).await;
+        assert!(world.forge.job(vms[49]).unwrap().fetched == 0, "the backlog is still at Gitea");
+        for vm in &vms {
+            world.forge.cancel(*vm);
+        }
+        world.gate.open();
+        world.no_environment(Duration::from_secs(60)).await;
+    })
+    .await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn f16_a_task_delivered_twice_runs_once_whether_it_waits_runs_or_is_over() {
     story(Duration::from_secs(120), async {
@@ -167,13 +248,9 @@ async fn f16_a_task_delivered_twice_runs_once_whether_it_waits_runs_or_is_over()
         let mut ledger = Ledger::default();
         world.controller.start_again().await;
         let again = async || {
-            let fetches = world.forge.count(gitea_dynamic_runner::demo::forge::Method::FetchTask);
+            let fetches = world.forge.count(Method::FetchTask);
             world.forge.give_again();
-            world
-                .see("the repeated answer", |forge| {
-                    (forge.count(gitea_dynamic_runner::demo::forge::Method::FetchTask) > fetches + 1).then_some(())
-                })
-                .await;
+            world.see("the repeated answer", |forge| (forge.count(Method::FetchTask) > fetches + 1).then_some(())).await;
         };
         let running = ledger.push(&world, "running", world.counting("running"), JobStatus::Success, 1);
         world.counts("running", running).await;
