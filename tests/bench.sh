@@ -2,6 +2,7 @@
 # What the controller costs, against the official runner alone on the same throwaway Gitea. Prints a table; results go to docs/performance.md.
 #
 #   tests/bench.sh [PROGRAM]    default: target/release/gitea-dynamic-runner, which must be built
+#   tests/bench.sh load         10,000 jobs (LOAD_JOBS) that only claim and finish, through JetStream and through the embedded queue
 #
 # Measured, in turn, from the push (the commit call's return) to the last job done, as Gitea's API shows it:
 #   one trivial job (median of RUNS, default 5), and a matrix of 40 trivial jobs at capacity 4;
@@ -10,6 +11,14 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
+if [ "${1:-}" = load ]; then
+  scratch=$(mktemp -d /tmp/gdrl.XXXX)
+  chmod 711 "$scratch"
+  status=0
+  TMPDIR=$scratch cargo test --locked --release --test load -- --ignored --nocapture --test-threads 1 || status=$?
+  rm -rf "$scratch"
+  exit "$status"
+fi
 program=${1:-target/release/gitea-dynamic-runner}
 runs=${RUNS:-5}
 matrix=${MATRIX:-40}

@@ -118,7 +118,12 @@ prepare_nats() {
   [ -x "$tools/bin/nats-server" ] || die "cannot install nats-server $nats_version: put one into $tools/bin"
 }
 
-prepare_chaos() { prepare_gitea; prepare_nats; }
+prepare_chaos() {
+  prepare_gitea
+  prepare_nats
+  # A clock that is wrong for one process only.
+  need faketime faketime
+}
 
 shell_scripts() { git ls-files '*.sh' .ci/run; }
 

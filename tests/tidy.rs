@@ -461,3 +461,17 @@ fn every_failpoint_stands_among_the_failure_windows_and_is_crashed_at() {
     let (listed, _) = listed.split_once("\n}").unwrap();
     assert_eq!(between(listed, "    \"", "\" =>"), code);
 }
+
+#[test]
+fn every_fault_of_the_matrix_names_tests_that_exist() {
+    let tests: String =
+        files_under(&root().join("tests")).into_iter().filter_map(|file| std::fs::read_to_string(file).ok()).collect();
+    let page = page("docs/faults.md");
+    let rows: Vec<&str> = page.lines().filter(|line| line.starts_with("| F")).collect();
+    assert!(rows.len() >= 15, "the matrix is found");
+    for row in rows {
+        let named = row.rsplit('|').nth(1).unwrap().split('`').skip(1).step_by(2);
+        let missing: Vec<&str> = named.filter(|name| !tests.contains(&format!("fn {name}("))).collect();
+        assert!(missing.is_empty() && row.contains('`'), "{missing:?} in {row}");
+    }
+}
