@@ -28,7 +28,7 @@ pub use self::read::{Reader, process_environment};
 pub const CREDENTIALS_FILE: &str = "private/credentials.json";
 
 /// Every setting, for the README's table (`tests/tidy.rs` compares).
-pub const VARIABLES: [&str; 43] = [
+pub const VARIABLES: [&str; 46] = [
     "GITEA_URL",
     "GITEA_CA_FILE",
     "GITEA_RUNNER_UUID",
@@ -48,6 +48,9 @@ pub const VARIABLES: [&str; 43] = [
     "NATS_STREAM",
     "NATS_SUBJECT_BASE",
     "NATS_MONITOR_URL",
+    "NATS_ADMIN_USER",
+    "NATS_ADMIN_PASSWORD",
+    "NATS_ADMIN_PASSWORD_FILE",
     "POD_BACKEND",
     "POD_CAPACITY",
     "POD_TIMEOUT_SECONDS",

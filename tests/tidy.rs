@@ -374,7 +374,7 @@ fn page(path: &str) -> String {
 }
 
 /// Read from the environment, but by others, too, or to say that the version that uses it is a later one.
-const NO_SETTINGS: [&str; 3] = ["SPIRE", "NATS_URL", "OPENSANDBOX_API"];
+const NO_SETTINGS: [&str; 2] = ["SPIRE", "OPENSANDBOX_API"];
 
 #[test]
 fn every_setting_that_is_read_is_in_the_readme_with_its_default() {

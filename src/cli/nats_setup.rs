@@ -48,7 +48,7 @@ pub(super) async fn run(args: NatsSetup) -> ExitCode {
 async fn set_up(args: NatsSetup) -> anyhow::Result<()> {
     crate::process::harden().context("make the process non-dumpable")?;
     let mut read = Reader::new(config::process_environment());
-    let (settings, admin, state) = (nats::without_users(&mut read), nats::user(&mut read, "NATS_ADMIN"), read.state_directory());
+    let (settings, admin, state) = (nats::without_users(&mut read), nats::admin(&mut read), read.state_directory());
     let seal_key = read.file("SEAL_KEY_FILE").unwrap_or_else(|| state.join("private/seal.key"));
     let rules =
         Rules { trust_domain: read.or("TRUST_DOMAIN", "dynamic-runner.development"), vm_label: read.or("VM_RUNNER_LABEL", "vm") };

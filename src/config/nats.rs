@@ -3,11 +3,15 @@
 //! Two users with least rights; the administrator is a third, whom the controller never has.
 
 use super::Reader;
-use crate::queue::jetstream::{Names, Settings, User};
+use crate::{
+    queue::jetstream::{Names, Settings, User},
+    secret::Secret,
+};
 
 /// Faults are collected by the reader.
 pub(crate) fn settings(read: &mut Reader) -> Settings {
-    let (producer, worker) = (user(read, "NATS_PRODUCER"), user(read, "NATS_WORKER"));
+    let (producer, worker) =
+        (user(read, "NATS_PRODUCER_USER", "NATS_PRODUCER_PASSWORD"), user(read, "NATS_WORKER_USER", "NATS_WORKER_PASSWORD"));
     if !producer.name.is_empty() && producer.name == worker.name {
         read.fault(format!(
             "NATS_PRODUCER_USER and NATS_WORKER_USER are both {}: use two users with least rights, as in docs/nats.md",
@@ -19,7 +23,7 @@ pub(crate) fn settings(read: &mut Reader) -> Settings {
 
 /// As [`settings`], for somebody who is neither.
 pub(crate) fn without_users(read: &mut Reader) -> Settings {
-    let nobody = || User { name: String::new(), password: crate::secret::Secret::new("") };
+    let nobody = || User { name: String::new(), password: Secret::new("") };
     Settings {
         url: url(read),
         ca_file: read.file("NATS_CA_FILE"),
@@ -30,18 +34,23 @@ pub(crate) fn without_users(read: &mut Reader) -> Settings {
     }
 }
 
-/// `NAME_USER` and `NAME_PASSWORD`, or `NAME_PASSWORD_FILE`.
-pub(crate) fn user(read: &mut Reader, name: &str) -> User {
-    let (user, password) = (read.optional(&format!("{name}_USER")), format!("{name}_PASSWORD"));
+/// The administrator, for `nats-setup`.
+pub(crate) fn admin(read: &mut Reader) -> User {
+    user(read, "NATS_ADMIN_USER", "NATS_ADMIN_PASSWORD")
+}
+
+/// The password may be in the file that `…_FILE` names.
+fn user(read: &mut Reader, name: &str, password: &str) -> User {
+    let user = read.optional(name);
     if user.is_none() {
-        read.fault(format!("{name}_USER is not set: the user of docs/nats.md"));
+        read.fault(format!("{name} is not set: the user of docs/nats.md"));
     }
-    let both = read.optional(&password).is_some() && read.optional(&format!("{password}_FILE")).is_some();
-    let secret = read.secret(&password);
+    let both = read.optional(password).is_some() && read.optional(&format!("{password}_FILE")).is_some();
+    let secret = read.secret(password);
     if secret.is_none() && !both {
         read.fault(format!("{password} is not set: set it, or {password}_FILE"));
     }
-    User { name: user.unwrap_or_default(), password: secret.unwrap_or_else(|| crate::secret::Secret::new("")) }
+    User { name: user.unwrap_or_default(), password: secret.unwrap_or_else(|| Secret::new("")) }
 }
 
 fn url(read: &mut Reader) -> String {

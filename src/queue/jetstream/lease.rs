@@ -72,7 +72,9 @@ impl JetStreamQueue {
     async fn pull_once(&self, lane: Lane, wait: Duration) -> Result<Pulled, ApiError> {
         let link = &self.worker;
         let mut connections = link.watch();
+        let mut refusals = link.watch_refusals();
         connections.mark_unchanged();
+        refusals.mark_unchanged();
         let inbox = link.client.new_inbox();
         let other = |e: &dyn std::fmt::Display| ApiError::Other(e.to_string());
         let mut answers = link.client.subscribe(inbox.clone()).await.map_err(|e| other(&e))?;
@@ -88,6 +90,7 @@ impl JetStreamQueue {
             answer = answers.next() => answer.map_or(Pulled::Again, judged),
             // The server has forgotten the pull with the connection.
             _ = connections.changed() => Pulled::Again,
+            _ = refusals.changed() => Pulled::Pause("a subject is refused".into()),
             () = tokio::time::sleep(wait + PULL_GRACE) => Pulled::Nothing,
         };
         self.give_back_the_rest(answers).await;

@@ -59,6 +59,8 @@ pub(super) struct Link {
     role: Role,
     /// Counts connections made; changes wake who waits for an answer that the old one owed.
     connected: watch::Receiver<u64>,
+    /// Counts subjects refused; a question about one is never answered.
+    refused: watch::Receiver<u64>,
     heard: Arc<Mutex<Heard>>,
 }
 
@@ -80,6 +82,7 @@ impl Link {
     /// Comes back at once; the connection is made when the server can be reached. Fails only where the settings make no sense.
     pub(super) async fn open(settings: &Settings, user: &User, role: Role) -> Result<Self, String> {
         let (connected, is_connected) = watch::channel(0);
+        let (refused, is_refused) = watch::channel(0);
         let heard = Arc::new(Mutex::new(Heard::default()));
         let hear = Arc::clone(&heard);
         let options = options(settings, user, role).retry_on_initial_connect().event_callback(move |event| {
@@ -87,6 +90,7 @@ impl Link {
                 Event::Connected => connected.send_modify(|times| *times += 1),
                 Event::ServerError(ServerError::Other(text)) if text.to_lowercase().contains("permissions violation") => {
                     hear.lock().unwrap_or_else(PoisonError::into_inner).refusal = Some((text, Instant::now()));
+                    refused.send_modify(|times| *times += 1);
                 }
                 _ => {}
             }
@@ -95,7 +99,16 @@ impl Link {
         let urls: Vec<&str> = settings.url.split(',').map(str::trim).collect();
         let client = options.connect(urls).await.map_err(|e| format!("NATS_URL={}: {}", settings.url, words(&e)))?;
         let js = jetstream::context::ContextBuilder::new().timeout(REQUEST_LIMIT).build(client.clone());
-        Ok(Self { client, js, settings: settings.clone(), user: user.clone(), role, connected: is_connected, heard })
+        Ok(Self {
+            client,
+            js,
+            settings: settings.clone(),
+            user: user.clone(),
+            role,
+            connected: is_connected,
+            refused: is_refused,
+            heard,
+        })
     }
 
     /// The event comes a moment after the client says so, and only with it this connection can be told from another.
@@ -105,6 +118,10 @@ impl Link {
 
     pub(super) fn watch(&self) -> watch::Receiver<u64> {
         self.connected.clone()
+    }
+
+    pub(super) fn watch_refusals(&self) -> watch::Receiver<u64> {
+        self.refused.clone()
     }
 
     /// Waits for the connection, but not longer than `limit`.
