@@ -50,6 +50,8 @@ const ROOM: usize = 4096;
 const PAYLOAD_ROOM: usize = 64 << 20;
 /// An answer that takes longer is none: nobody may be held up by this.
 const READ_LIMIT: Duration = Duration::from_secs(2);
+/// What ending waits for it, so that a stop with a hanging disk stays within its ten seconds.
+const CLOSE_LIMIT: Duration = Duration::from_millis(400);
 
 /// Something that happened to a job.
 #[derive(Debug, Clone)]
@@ -289,15 +291,15 @@ impl Mirror {
 
     /// Waits until what was noted is on disk or dropped, at most a moment.
     pub async fn flush(&self) {
-        self.order(Order::Flush).await;
+        self.order(Order::Flush, READ_LIMIT).await;
     }
 
     /// Writes what was noted, and closes the file; later notes are dropped.
     pub async fn close(&self) {
-        self.order(Order::Close).await;
+        self.order(Order::Close, CLOSE_LIMIT).await;
     }
 
-    async fn order(&self, order: impl FnOnce(oneshot::Sender<()>) -> Order) {
+    async fn order(&self, order: impl FnOnce(oneshot::Sender<()>) -> Order, limit: Duration) {
         let Some(orders) = &self.orders else { return };
         let (done, is_done) = oneshot::channel();
         let asked = async {
@@ -305,7 +307,7 @@ impl Mirror {
                 is_done.await.ok();
             }
         };
-        tokio::time::timeout(READ_LIMIT, asked).await.ok();
+        tokio::time::timeout(limit, asked).await.ok();
     }
 
     /// Since the last write of this process; `None` before the first.

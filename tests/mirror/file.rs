@@ -74,8 +74,10 @@ async fn a_job_goes_through_its_phases_and_its_envelope_goes_with_its_claim() {
     let folder = tempfile::tempdir().unwrap();
     let (mirror, _) = open(&folder.path().join("m"));
     let (task, environment) = (TaskId(7), "ci-1".to_owned());
+    assert_eq!(mirror.age(), None);
     queued(&mirror, 7);
     assert_eq!(payload(&mirror, 7).await.unwrap(), b"sealed 7");
+    assert!(mirror.age().unwrap() < Duration::from_secs(10));
     mirror.note(task, What::Slot);
     mirror.note(task, What::Created { environment: environment.clone() });
     mirror.note(task, What::Identity { environment: environment.clone() });
