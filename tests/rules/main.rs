@@ -11,6 +11,7 @@ mod environments;
 mod fetching;
 mod instances;
 mod outages;
+mod passes;
 mod queued;
 mod reasons;
 mod registration;
