@@ -10,7 +10,7 @@ use std::{
         Mutex, PoisonError,
         atomic::{AtomicBool, AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use async_nats::jetstream::message::StreamMessage;
@@ -175,16 +175,16 @@ impl JetStreamQueue {
 
     async fn purge(&self, lane: Lane, task: TaskId) -> Result<u64, QueueError> {
         let purged = api::purge(self.up()?, &self.names.stream, &self.names.subject(lane, task)).await;
-        purged.map_err(|e| e.while_doing("take an assignment out of NATS")).inspect(|_| self.known.gone(lane, task))
+        purged.map_err(|e| e.while_doing("take an assignment out of NATS")).inspect(|_| drop(self.known.gone(lane, task)))
     }
 
     /// The tasks in a lane of the stream, oldest first. One question, and one more for each whose place is not known.
     async fn in_order(&self, lane: Lane) -> Result<Vec<TaskId>, QueueError> {
         let failed = |e: ApiError| e.while_doing("list the assignments in NATS");
-        let (link, stream) = (self.up()?, &self.names.stream);
+        let (link, stream, asked) = (self.up()?, &self.names.stream, Instant::now());
         let subjects = api::subjects(link, stream, &self.names.of_lane(lane)).await.map_err(failed)?;
         let tasks: Vec<TaskId> = subjects.keys().filter_map(|subject| Some(self.names.parse(subject)?.1)).collect();
-        self.known.only(lane, &tasks);
+        self.known.only(lane, &tasks, asked);
         let mut placed = Vec::with_capacity(tasks.len());
         for task in tasks {
             let place = match self.known.place(lane, task) {
@@ -216,7 +216,12 @@ impl JetStreamQueue {
             self.recheck();
             return Some(format!("the connection to NATS at {} was lost; it is made again and looked at", self.settings.url));
         }
-        if let Some(why) = self.producer.refusal().or_else(|| self.worker.refusal()).or_else(|| self.pump.failure()) {
+        if let Some(why) = self
+            .producer
+            .refusal()
+            .or_else(|| self.worker.refusal())
+            .or_else(|| self.pump.failure().filter(|_| self.outbox.len() > 0))
+        {
             return Some(why);
         }
         if let Some((rows, bytes)) = self.pump.too_large() {
@@ -265,10 +270,12 @@ impl AssignmentQueue for JetStreamQueue {
     async fn cancel(&self, lane: Lane, task: TaskId) -> Result<bool, QueueError> {
         // What is being sent just now must not arrive after it was looked for.
         let _paused = self.pump.pause().await;
-        let waits = self.outbox.find(task).is_some_and(|(_, row)| row.lane == lane);
+        let row = self.outbox.find(task).filter(|(_, row)| row.lane == lane);
         let purged = self.purge(lane, task).await?;
-        self.left(lane, task).await;
-        Ok(waits || purged > 0)
+        if let Some((number, _)) = &row {
+            self.outbox.remove(*number).await?;
+        }
+        Ok(row.is_some() || purged > 0)
     }
 
     async fn depth(&self, lane: Lane) -> Result<Depth, QueueError> {

@@ -90,6 +90,21 @@ async fn a_task_id_that_a_restored_gitea_gives_anew_is_a_new_job_though_the_old_
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn the_end_of_an_old_job_does_not_take_the_new_one_of_its_id_along() {
+    let bench = Bench::new().await;
+    bench.publish(7).await;
+    let old = bench.lease().await;
+    bench.nats.freeze();
+    // A restored Gitea gives the id anew while nobody can look into NATS.
+    assert_eq!(bench.queue().publish(Lane::Pod, TaskId(7), b"newer").await, Ok(Published::Stored));
+    bench.nats.thaw();
+    let settled = eventually("NATS answers", SOON, async || bench.queue().complete(old.clone()).await.ok()).await;
+    assert!(matches!(settled, Settled::Done | Settled::AlreadyGone), "{settled:?}");
+    bench.drained().await;
+    assert_eq!(bench.lease().await.sealed, b"newer");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn of_two_assignments_of_a_task_the_one_that_was_promised_last_takes_the_place() {
     let mut bench = Bench::new().await;
     bench.publish(7).await;

@@ -122,9 +122,12 @@ impl JetStreamQueue {
             self.settle(&reply, format!("+TERM {reason}")).await?;
             return Ok(None);
         };
-        self.known.leased(lane, task, &token, delivery, reply);
+        let id = message.headers.as_ref().and_then(|headers| headers.get(async_nats::header::NATS_MESSAGE_ID));
+        let message_id = id.map(|id| id.as_str().to_owned());
+        let lease = Lease { lane, task, sealed: message.payload.to_vec(), delivery, token };
+        self.known.leased(&lease, reply, message_id);
         failpoint::reached("delivery.taken");
-        Ok(Some(Lease { lane, task, sealed: message.payload.to_vec(), delivery, token }))
+        Ok(Some(lease))
     }
 
     pub(super) async fn settle(&self, reply: &str, word: String) -> Result<(), QueueError> {
@@ -156,7 +159,9 @@ impl JetStreamQueue {
 
     pub(super) async fn progress(&self, lease: &Lease) -> Result<(), QueueError> {
         let reply = self.held(lease)?;
-        self.settle(&reply, "+WPI".into()).await
+        self.settle(&reply, "+WPI".into()).await?;
+        self.known.extended(lease);
+        Ok(())
     }
 
     pub(super) async fn nak(&self, lease: &Lease, delay: Duration) -> Result<(), QueueError> {
@@ -198,11 +203,11 @@ impl JetStreamQueue {
         }
     }
 
-    /// It is not in the stream any more, so nothing of it is kept here.
-    pub(super) async fn left(&self, lane: Lane, task: TaskId) {
-        self.known.gone(lane, task);
-        // A crash may have left its row though NATS had it.
-        if let Some((number, _)) = self.outbox.find(task).filter(|(_, row)| row.lane == lane)
+    /// It was settled, so nothing of it is kept here. A crash may have left the row of this very message though NATS had it; another
+    /// row of its task is another job.
+    async fn left(&self, lane: Lane, task: TaskId) {
+        let Some(message_id) = self.known.gone(lane, task) else { return };
+        if let Some((number, _)) = self.outbox.find(task).filter(|(_, row)| row.message_id == message_id)
             && let Err(error) = self.outbox.remove(number).await
         {
             tracing::warn!(%task, %error, "failed to remove a settled assignment from the outbox; it is found over when it comes again");

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use super::names::{Settings, User};
 
 /// One attempt to connect.
-const CONNECT_LIMIT: Duration = Duration::from_secs(5);
+const CONNECT_LIMIT: Duration = Duration::from_secs(3);
 /// One question to the server.
 pub(super) const REQUEST_LIMIT: Duration = Duration::from_secs(5);
 /// A refused subject counts for so long after it was last refused: the server may have been told better, and does not say so.

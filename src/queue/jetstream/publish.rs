@@ -144,7 +144,10 @@ impl JetStreamQueue {
                     self.pump.state().failure = None;
                 }
                 Err(why) => {
-                    tracing::warn!(task = %row.task, error = why, "failed to hand an assignment to NATS; it is on our disk and is sent again");
+                    if self.pump.failure().as_ref() != Some(&why) {
+                        tracing::warn!(task = %row.task, error = why,
+                            "failed to hand an assignment to NATS; it is on our disk and is sent again");
+                    }
                     self.pump.state().failure = Some((why, Instant::now() + backoff.step()));
                     return;
                 }
