@@ -158,6 +158,7 @@ run_lint() {
 gitea_tests='(binary(real_gitea) | test(/^real_gitea::/))'
 nats_tests='(binary(nats) | (binary(queue) & test(/^jetstream::/)))'
 chaos_tests='binary(chaos)'
+# shellcheck disable=SC2034  # read by its name, below
 unit_tests="not ($gitea_tests | $nats_tests | $chaos_tests)"
 
 # One run for all groups that are Rust tests, with nextest's summary as its last lines. All of them with the failpoints, which do
