@@ -43,10 +43,10 @@ fn resident_mib(pid: u32) -> u64 {
     line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() >> 10
 }
 
-/// Milliseconds from the answer to the fetch to the end of the create call, by the controller's own events.
+/// Milliseconds from the answer to the fetch to the end of the create call, by the controller's own events. A worker may be faster than
+/// the row that says that the assignment is stored.
 fn latencies(log: &str) -> Vec<f64> {
-    let mut received: HashMap<String, f64> = HashMap::new();
-    let mut found = Vec::new();
+    let (mut fetched, mut created): (HashMap<String, f64>, HashMap<String, f64>) = (HashMap::new(), HashMap::new());
     for line in log.lines() {
         let Ok(row) = serde_json::from_str::<Value>(line) else { continue };
         let (Some(event), Some(assignment)) = (row["event"].as_str(), row["assignment"].as_str()) else { continue };
@@ -54,14 +54,21 @@ fn latencies(log: &str) -> Vec<f64> {
         let time = row["timestamp"].as_str().unwrap().split_once('T').unwrap().1.trim_end_matches('Z').to_owned();
         let seconds = time.split(':').fold(0.0, |sum, part| sum * 60.0 + part.parse::<f64>().unwrap());
         match event {
-            "received" => drop(received.insert(assignment.to_owned(), seconds)),
-            "executor_created" => {
-                let from = received[assignment];
-                found.push((seconds - from + if seconds < from { 86_400.0 } else { 0.0 }) * 1000.0);
+            "received" => {
+                let took = row["persist_ms"].as_f64().unwrap() / 1000.0;
+                fetched.insert(assignment.to_owned(), seconds - took);
             }
+            "executor_created" => drop(created.insert(assignment.to_owned(), seconds)),
             _ => {}
         }
     }
+    let mut found: Vec<f64> = created
+        .iter()
+        .map(|(assignment, created)| {
+            let from = fetched[assignment];
+            (created - from + if *created < from { 86_400.0 } else { 0.0 }) * 1000.0
+        })
+        .collect();
     found.sort_by(f64::total_cmp);
     found
 }

@@ -76,9 +76,10 @@ impl Scheduler {
         if self.store(&assignment).await {
             failpoint::reached("fetch.stored");
             self.metrics.assignments.get_or_create(&LaneLabel { lane: lane.as_str() }).inc();
-            self.metrics.assignment_persist_duration.observe(answered.elapsed().as_secs_f64());
+            let took = answered.elapsed().as_secs_f64();
+            self.metrics.assignment_persist_duration.observe(took);
             tracing::info!(event = "received", assignment = %id, backend = %lane, repository = %assignment.repository,
-                "stored {id} for {lane}");
+                persist_ms = took * 1000.0, "stored {id} for {lane}");
         }
     }
 
