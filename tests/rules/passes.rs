@@ -175,7 +175,8 @@ async fn one_pass_settles_removes_and_adopts_what_a_crash_left_and_a_second_one_
         let view = desk.forge.job(desk.jobs[0]).unwrap();
         assert_eq!(view.status, JobStatus::Failure);
         assert_eq!(view.log.iter().filter(|row| row.contains("ended without a result: exit code 3")).count(), 1);
-        assert_eq!(r.claims.of_backend(BackendKind::Pod).iter().map(|c| c.name.clone()).collect::<Vec<_>>(), [waiting.clone()]);
+        let served: Vec<_> = r.claims.of_backend(BackendKind::Pod).into_iter().map(|c| c.name).collect();
+        assert_eq!(served, std::slice::from_ref(&waiting));
         assert_eq!(r.slots.active(), [desk.assignments[2].id]);
 
         let reports = desk.forge.reports().len();
