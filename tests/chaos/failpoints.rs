@@ -204,7 +204,7 @@ async fn a_lost_fetch(name: &str) {
     crashes_and_starts_again(&mut world).await;
     let view = world.ended(lost).await;
     assert_eq!(rows_with(&view, "it did not reach its disk"), 1, "{:#?}", view.log);
-    assert_eq!(world.controller.metric("lost_fetch_total").await, Some(1.0));
+    world.counts_a_lost_fetch().await;
     ledger.push(&world, "after", world.quick("after"), JobStatus::Success, 1);
     ledger.balances(&world).await;
 }

@@ -62,7 +62,7 @@ async fn f1_killed_between_the_answer_to_a_fetch_and_our_disk_the_job_fails_with
         world.controller.start_again().await;
         let view = world.ended(lost).await;
         assert_eq!(rows_with(&view, "it did not reach its disk"), 1, "{:#?}", view.log);
-        assert_eq!(world.controller.metric("lost_fetch_total").await, Some(1.0));
+        world.counts_a_lost_fetch().await;
         ledger.balances(&world).await;
     })
     .await;

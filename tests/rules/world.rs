@@ -88,6 +88,12 @@ impl World {
         self.see("rows of the running job", |forge| (numbered(&forge.job(job)?.log).len() > 3).then_some(())).await;
     }
 
+    /// A lost fetch is counted when its job is failed: a moment after the job's page shows that.
+    pub(crate) async fn counts_a_lost_fetch(&self) {
+        let counted = async || (self.controller.metric("lost_fetch_total").await? == 1.0).then_some(());
+        eventually("the lost fetch is counted", SOON, counted).await;
+    }
+
     /// The task that the job was handed out as.
     pub(crate) async fn task(&self, job: JobId) -> TaskId {
         self.see("that the job is fetched", |forge| forge.job(job)?.task).await

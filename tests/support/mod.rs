@@ -49,8 +49,11 @@ pub(crate) fn peers_dir() -> PathBuf {
 }
 
 /// A port of 127.0.0.1 that was free a moment ago.
+///
+/// Below those that the kernel gives to connections, which would otherwise take one before its server listens on it.
 pub(crate) fn free_port() -> u16 {
-    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+    let mut any = std::iter::repeat_with(|| rand::random_range(20_000..32_000));
+    any.find(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok()).unwrap()
 }
 
 pub(crate) fn am_root() -> bool {
