@@ -171,7 +171,8 @@ run_nextest() {
       filter+="${filter:+ | }(${!tests})"
     fi
   done
-  [ -z "$filter" ] || step "tests" cargo nextest run --locked --no-fail-fast --features failpoints -E "$filter"
+  # Most stories wait most of the time, so two more than there are cores keep the cores busy.
+  [ -z "$filter" ] || step "tests" cargo nextest run --locked --no-fail-fast --features failpoints --test-threads $(($(nproc) + 2)) -E "$filter"
 }
 
 # Where tests put their folders: short (socket paths), passable for other users (jobs have their own), swept at the end.
