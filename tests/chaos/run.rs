@@ -119,7 +119,7 @@ async fn nothing_is_lost_doubled_or_wrong_while_nats_and_the_controller_are_kill
     let seed = number("CHAOS_SEED", rand::random::<u64>() >> 16);
     let wanted = usize::try_from(number("CHAOS_JOBS", JOBS as u64)).unwrap();
     println!("seed {seed}: repeat with CHAOS_SEED={seed}");
-    story(Duration::from_secs(540), async {
+    story(Duration::from_secs(840), async {
         let mut random = StdRng::seed_from_u64(seed);
         let mut nats = Nats::start().await;
         nats.set_up().await;
@@ -133,7 +133,7 @@ async fn nothing_is_lost_doubled_or_wrong_while_nats_and_the_controller_are_kill
             if jobs.len() >= wanted && killer.done() && open == 0 {
                 break;
             }
-            assert!(began.elapsed() < Duration::from_secs(480), "{open} jobs have no end; seed {seed}");
+            assert!(began.elapsed() < Duration::from_secs(780), "{open} jobs have no end; seed {seed}");
             // Jobs for as long as there are kills, and a backlog at all times.
             if open < 24 && (jobs.len() < wanted || !killer.done()) {
                 for _ in 0..random.random_range(1..12) {
