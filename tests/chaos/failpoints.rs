@@ -89,17 +89,30 @@ async fn crashes_and_starts_again(world: &mut World) {
     world.controller.start_again().await;
 }
 
+/// Its one slot is taken, so that what is pushed next waits.
+async fn started_with_one_running(world: &mut World) -> Ledger {
+    let mut ledger = Ledger::default();
+    world.controller.start_again().await;
+    let running = ledger.push(world, "running", world.counting("running"), JobStatus::Success, 1);
+    world.counts("running", running).await;
+    ledger
+}
+
 /// One job meets the crash, two more come while nobody is there.
 async fn plain(name: &str) {
     let mut world = about_to_crash(name, 2).await;
+    one_job_meets_the_crash(&mut world).await;
+}
+
+async fn one_job_meets_the_crash(world: &mut World) {
     let mut ledger = Ledger::default();
-    ledger.push(&world, "first", world.quick("first"), JobStatus::Success, 1);
+    ledger.push(world, "first", world.quick("first"), JobStatus::Success, 1);
     world.controller.spawn();
     world.controller.crashes(CRASH).await;
-    two_more(&world, &mut ledger);
+    two_more(world, &mut ledger);
     world.controller.set(failpoint::VARIABLE, None);
     world.controller.start_again().await;
-    ledger.balances(&world).await;
+    ledger.balances(world).await;
 }
 
 /// As [`plain`], with the queue in JetStream.
@@ -108,14 +121,7 @@ async fn through_jetstream(name: &str) {
     nats.set_up().await;
     let env = nats.env().into_iter().chain([(failpoint::VARIABLE, name.to_owned())]).collect();
     let mut world = World::prepare(2, ForgeConfig::default(), env).await;
-    let mut ledger = Ledger::default();
-    ledger.push(&world, "first", world.quick("first"), JobStatus::Success, 1);
-    world.controller.spawn();
-    world.controller.crashes(CRASH).await;
-    two_more(&world, &mut ledger);
-    world.controller.set(failpoint::VARIABLE, None);
-    world.controller.start_again().await;
-    ledger.balances(&world).await;
+    one_job_meets_the_crash(&mut world).await;
     let admin = nats.admin().await;
     eventually("NATS holds nothing", SOON, async || (admin.messages("CI_RUNNER").await == 0).then_some(())).await;
 }
@@ -126,10 +132,7 @@ async fn an_unreadable_assignment_in_jetstream(name: &str) {
     nats.set_up().await;
     let env = nats.env().into_iter().chain([(failpoint::VARIABLE, name.to_owned())]).collect();
     let mut world = World::prepare(1, ForgeConfig::default(), env).await;
-    let mut ledger = Ledger::default();
-    world.controller.start_again().await;
-    let running = ledger.push(&world, "running", world.counting("running"), JobStatus::Success, 1);
-    world.counts("running", running).await;
+    let mut ledger = started_with_one_running(&mut world).await;
     let spoilt = ledger.push(&world, "spoilt", world.quick("spoilt"), JobStatus::Failure, 0);
     let task = world.task(spoilt).await;
     let admin = nats.admin().await;
@@ -212,19 +215,14 @@ async fn a_lost_fetch(name: &str) {
 /// The old job goes, then the crash, then nobody has the new one: as a lost fetch, it is failed with its reason.
 async fn a_restored_gitea(name: &str) {
     let mut world = about_to_crash(name, 1).await;
-    let mut ledger = Ledger::default();
-    world.controller.start_again().await;
-    let running = ledger.push(&world, "running", world.counting("running"), JobStatus::Success, 1);
-    world.counts("running", running).await;
+    let mut ledger = started_with_one_running(&mut world).await;
     world.forge.set_disabled(1, true);
     let backup = {
         ledger.push(&world, "anew", world.quick("anew"), JobStatus::Failure, 0);
         world.forge.backup()
     };
     world.forge.set_disabled(1, false);
-    let task = world.task(ledger.job("anew")).await;
-    eventually("the first delivery waits with us", SOON, async || (world.controller.events("received", task) == 1).then_some(()))
-        .await;
+    world.waits_with_us(ledger.job("anew")).await;
     world.forge.restore(backup);
     for disabled in [false, true, false] {
         world.forge.set_disabled(1, disabled);
@@ -237,23 +235,21 @@ async fn a_restored_gitea(name: &str) {
 }
 
 async fn a_job_that_local_refuses(name: &str) {
-    let mut world = about_to_crash(name, 1).await;
-    let mut ledger = Ledger::default();
     let spec = JobSpec::from_workflow(
         "on: push\njobs:\n  engine:\n    runs-on: [self-hosted, pod]\n    container: debian\n    steps:\n      - run: echo never\n",
     );
-    ledger.push(&world, "engine", spec.unwrap(), JobStatus::Failure, 0);
-    world.controller.spawn();
-    crashes_and_starts_again(&mut world).await;
-    ledger.push(&world, "after", world.quick("after"), JobStatus::Success, 1);
-    ledger.balances(&world).await;
+    a_job_that_fails_without_an_environment(name, spec.unwrap()).await;
 }
 
 async fn a_job_for_nobody(name: &str) {
+    let spec = JobSpec::new("nowhere", &["self-hosted"]).run("echo never");
+    a_job_that_fails_without_an_environment(name, spec).await;
+}
+
+async fn a_job_that_fails_without_an_environment(name: &str, spec: JobSpec) {
     let mut world = about_to_crash(name, 1).await;
     let mut ledger = Ledger::default();
-    let spec = JobSpec::new("nowhere", &["self-hosted"]).run("echo never");
-    ledger.push(&world, "nowhere", spec, JobStatus::Failure, 0);
+    ledger.push(&world, "failed", spec, JobStatus::Failure, 0);
     world.controller.spawn();
     crashes_and_starts_again(&mut world).await;
     ledger.push(&world, "after", world.quick("after"), JobStatus::Success, 1);
@@ -263,13 +259,9 @@ async fn a_job_for_nobody(name: &str) {
 /// What cannot be opened becomes a dead letter, and its job fails with a reason.
 async fn an_unreadable_assignment(name: &str) {
     let mut world = about_to_crash(name, 1).await;
-    let mut ledger = Ledger::default();
-    world.controller.start_again().await;
-    let running = ledger.push(&world, "running", world.counting("running"), JobStatus::Success, 1);
-    world.counts("running", running).await;
+    let mut ledger = started_with_one_running(&mut world).await;
     let spoilt = ledger.push(&world, "spoilt", world.quick("spoilt"), JobStatus::Failure, 0);
-    let task = world.task(spoilt).await;
-    eventually("it waits with us", SOON, async || (world.controller.events("received", task) == 1).then_some(())).await;
+    let task = world.waits_with_us(spoilt).await;
     world.controller.kill9();
     let queue = EmbeddedQueue::open(&world.controller.state().join("private/queue.redb")).unwrap();
     let mut sealed = queue.get(task).await.unwrap().unwrap().sealed;
@@ -287,13 +279,9 @@ async fn an_unreadable_assignment(name: &str) {
 
 async fn a_cancelled_waiting_job(name: &str) {
     let mut world = about_to_crash(name, 1).await;
-    let mut ledger = Ledger::default();
-    world.controller.start_again().await;
-    let running = ledger.push(&world, "running", world.counting("running"), JobStatus::Success, 1);
-    world.counts("running", running).await;
+    let mut ledger = started_with_one_running(&mut world).await;
     let waiting = ledger.push(&world, "waiting", world.quick("waiting"), JobStatus::Cancelled, 0);
-    let task = world.task(waiting).await;
-    eventually("it waits with us", SOON, async || (world.controller.events("received", task) == 1).then_some(())).await;
+    world.waits_with_us(waiting).await;
     world.forge.cancel(waiting);
     crashes_and_starts_again(&mut world).await;
     world.gate.open();

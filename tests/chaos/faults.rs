@@ -3,10 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use gitea_dynamic_runner::{
-    demo::forge::{Fault, ForgeConfig, JobId, JobSpec, JobStatus, Method, Times},
-    ids::TaskId,
-};
+use gitea_dynamic_runner::demo::forge::{Fault, ForgeConfig, JobId, JobSpec, JobStatus, Method, Times};
 
 use crate::{
     ledger::Ledger,
@@ -43,7 +40,7 @@ async fn f15_a_clock_that_is_five_minutes_off_and_jumps_at_a_restart_costs_no_jo
         for waiting in ["second", "third"] {
             ledger.push(&world, waiting, world.counting(waiting), JobStatus::Success, 1);
         }
-        waits_with_us(&world, ledger.job("third")).await;
+        world.waits_with_us(ledger.job("third")).await;
         // Ten minutes back: leases, delays and deadlines of the run before lie in the future.
         world.controller.kill9();
         skewed(&mut world, "-5m");
@@ -64,13 +61,6 @@ async fn cancelled(world: &World, job: JobId) -> Duration {
     began.elapsed()
 }
 
-async fn waits_with_us(world: &World, job: JobId) -> TaskId {
-    let task = world.task(job).await;
-    let stored = async || (world.controller.events("received", task) == 1).then_some(());
-    eventually("it waits with us", SOON, stored).await;
-    task
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn f17_a_cancel_before_the_fetch_or_in_our_queue_makes_no_environment() {
     story(Duration::from_secs(120), async {
@@ -78,7 +68,7 @@ async fn f17_a_cancel_before_the_fetch_or_in_our_queue_makes_no_environment() {
         let holding = world.push(world.counting("holding"));
         world.counts("holding", holding).await;
         let (queued, backlog) = (world.push(world.quick("queued")), world.push(world.quick("backlog")));
-        let task = waits_with_us(&world, queued).await;
+        let task = world.waits_with_us(queued).await;
         // Never handed out: one waits with us already, so the label is withdrawn.
         world.forge.cancel(backlog);
         assert_eq!(world.ended(backlog).await.status, JobStatus::Cancelled);

@@ -99,6 +99,14 @@ impl World {
         self.see("that the job is fetched", |forge| forge.job(job)?.task).await
     }
 
+    /// The job is fetched and stored, and is said to be.
+    pub(crate) async fn waits_with_us(&self, job: JobId) -> TaskId {
+        let task = self.task(job).await;
+        let stored = async || (self.controller.events("received", task) == 1).then_some(());
+        eventually("it waits with us", SOON, stored).await;
+        task
+    }
+
     pub(crate) async fn see<T>(&self, what: &str, look: impl FnMut(&Forge) -> Option<T>) -> T {
         self.forge.wait_for(what, SOON, look).await.unwrap()
     }
