@@ -43,6 +43,15 @@ pub(super) fn decode<T: DeserializeOwned>(version: u8, what: &str, bytes: &[u8])
     }
 }
 
+/// Whether a file is what this program's version writes; `what` it should be (`an outbox`).
+pub(super) fn check_schema(found: Option<u64>, wanted: u64, what: &str) -> Result<(), Failure> {
+    match found {
+        Some(schema) if schema == wanted => Ok(()),
+        Some(other) => Err(Failure::Row(format!("schema {other} is not {wanted}, the one of this program's version"))),
+        None => Err(Failure::Row(format!("it is a database, but not {what}"))),
+    }
+}
+
 pub(super) fn lane_of(code: u8) -> Result<Lane, Failure> {
     Lane::from_code(code).ok_or_else(|| Failure::Row(format!("lane {code} is unknown to this program")))
 }

@@ -12,7 +12,7 @@ use crate::{
     ids::{Lane, TaskId},
     queue::{
         Dead, Depth, Lease, LeaseToken, MAX_DELAY, Published, QueueError, Queued, QueuedFacts, QueuedState, Settled,
-        stored::{Failure, Step, decode, encode, lane_of, ms},
+        stored::{Failure, Step, check_schema, decode, encode, lane_of, ms},
     },
 };
 
@@ -211,11 +211,7 @@ pub(super) fn found(txn: &WriteTransaction) -> Result<Step<()>, Failure> {
 /// A delay further off than any we give was set under another clock, and ends too.
 pub(super) fn take_over(txn: &WriteTransaction, now: u64, leases_end: bool) -> Result<Step<()>, Failure> {
     let mut rows = Rows::open(txn)?;
-    match rows.meta.get(META_SCHEMA)?.map(|schema| schema.value()) {
-        Some(SCHEMA) => {}
-        Some(other) => return Err(Failure::Row(format!("schema {other} is not {SCHEMA}, the one of this program's version"))),
-        None => return Err(Failure::Row("it is a database, but not of a queue".into())),
-    }
+    check_schema(rows.meta.get(META_SCHEMA)?.map(|schema| schema.value()), SCHEMA, "of a queue")?;
     rows.meta.insert(META_SCHEMA, SCHEMA)?;
     let latest = now.saturating_add(ms(MAX_DELAY));
     let mut ended = Vec::new();

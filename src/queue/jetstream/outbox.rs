@@ -19,7 +19,7 @@ use crate::{
     queue::{
         QueueError, QueueHealth,
         store::{Kind, Store},
-        stored::{Failure, Step, decode, encode, lane_of},
+        stored::{Failure, Step, check_schema, decode, encode, lane_of},
     },
 };
 
@@ -84,11 +84,7 @@ fn found(txn: &WriteTransaction) -> Result<Step<()>, Failure> {
 
 fn take_over(txn: &WriteTransaction, _: u64, _: bool) -> Result<Step<()>, Failure> {
     let mut meta = txn.open_table(META)?;
-    match meta.get(META_SCHEMA)?.map(|schema| schema.value()) {
-        Some(SCHEMA) => {}
-        Some(other) => return Err(Failure::Row(format!("schema {other} is not {SCHEMA}, the one of this program's version"))),
-        None => return Err(Failure::Row("it is a database, but not an outbox".into())),
-    }
+    check_schema(meta.get(META_SCHEMA)?.map(|schema| schema.value()), SCHEMA, "an outbox")?;
     meta.insert(META_SCHEMA, SCHEMA)?;
     let payloads = txn.open_table(PAYLOADS)?;
     for entry in txn.open_table(ROWS)?.iter()? {
