@@ -14,6 +14,7 @@ use crate::{
         Backend,
         local::{Isolation, LocalBackend, LocalConfig},
     },
+    board::Board,
     claims::Claims,
     config::{BackendConfig, Config, GiteaConfig, LocalSettings, QueueConfig, tools::Tools},
     gitea::RunnerRpc,
@@ -65,6 +66,7 @@ struct Core {
     slots: HashMap<BackendKind, Slots>,
     metrics: Metrics,
     mirror: Mirror,
+    board: Board,
     facade_url: String,
 }
 
@@ -128,6 +130,7 @@ impl Daemon {
             slots,
             metrics,
             mirror,
+            board: Board::default(),
             facade_url,
         };
         Ok(Self { core, facade_listener, http_listener })

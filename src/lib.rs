@@ -5,6 +5,7 @@
 // Facts: no IO.
 pub mod assignment;
 pub mod backoff;
+pub mod board;
 pub mod claims;
 pub mod environment;
 pub mod failpoint;
@@ -12,6 +13,7 @@ pub mod files;
 pub mod ids;
 pub mod names;
 pub mod plan;
+pub mod printable;
 pub mod process;
 pub mod proto;
 pub mod secret;

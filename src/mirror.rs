@@ -23,7 +23,7 @@ use self::{
 pub use self::{
     job::{Details, Event, Finished, Job, Outcome, Phase, Slot, Times, Unreadable, read_any_row},
     migrate::SCHEMA,
-    read::{Filter, OpenJob, Overview, Snapshot},
+    read::{Filter, OpenJob, Overview, Snapshot, Sorted},
     reader::Reader,
     rows::Keep,
 };
@@ -191,7 +191,8 @@ struct Shared {
     database: RwLock<Option<Database>>,
     missed: Mutex<Missed>,
     payload_bytes: AtomicUsize,
-    written_ms: AtomicU64,
+    /// When it last showed all that was noted.
+    current_ms: AtomicU64,
 }
 
 impl Shared {
@@ -203,7 +204,7 @@ impl Shared {
             database: RwLock::new(None),
             missed: Mutex::default(),
             payload_bytes: AtomicUsize::new(0),
-            written_ms: AtomicU64::new(0),
+            current_ms: AtomicU64::new(0),
         }
     }
 
@@ -310,10 +311,10 @@ impl Mirror {
         tokio::time::timeout(limit, asked).await.ok();
     }
 
-    /// Since the last write of this process; `None` before the first.
+    /// Since the mirror last showed all that was noted; `None`: not since this process began. Follows a `flush` at once.
     pub fn age(&self) -> Option<Duration> {
-        let written = self.shared.written_ms.load(Ordering::Relaxed);
-        (written > 0).then(|| Duration::from_millis(now_ms().saturating_sub(written)))
+        let current = self.shared.current_ms.load(Ordering::Relaxed);
+        (current > 0).then(|| Duration::from_millis(now_ms().saturating_sub(current)))
     }
 }
 

@@ -68,6 +68,18 @@ pub enum NoStart {
     Vanished,
 }
 
+/// For the page that shows what a pass did.
+impl std::fmt::Display for NoStart {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            NoStart::Ended(how) => write!(f, "ended before its start: {how}"),
+            NoStart::Unfit(why) => write!(f, "ended before its start, and another would, too: {why}"),
+            NoStart::ClaimTimeout => f.write_str("did not start in time"),
+            NoStart::Vanished => f.write_str("vanished"),
+        }
+    }
+}
+
 /// Why the controller ends a job in its environment's place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Ending {
@@ -141,6 +153,20 @@ pub enum Step {
     },
     /// Ask the job to stop.
     Stop(AssignmentId),
+}
+
+/// For the page that shows what a pass did.
+impl std::fmt::Display for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Step::Adopt(name) => write!(f, "took over {name}"),
+            Step::CompleteDelivery(assignment) => write!(f, "took {assignment} out of the queue"),
+            Step::Remove { name, why, .. } => write!(f, "removes {name} ({})", why.label()),
+            Step::MakeAgain { name, why, .. } => write!(f, "replaces {name} ({why})"),
+            Step::Settle { name, why, .. } => write!(f, "settles the job of {name} ({})", why.label()),
+            Step::Stop(assignment) => write!(f, "asks {assignment} to stop (deadline)"),
+        }
+    }
 }
 
 impl Removal {

@@ -15,11 +15,12 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     assignment::{Rules, seal::SealKeys},
     backend::{Backend, BackendError, Observed},
+    board::{Board, Standing, Told},
     claims::{Claims, Stop},
     environment::Target,
     gitea::RunnerRpc,
     identity::binder::Binder,
-    ids::EnvironmentName,
+    ids::{BackendKind, EnvironmentName},
     leader::LeaderPass,
     metrics::{BackendLabel, BackendState, Metrics, ReasonLabel},
     mirror::{Mirror, What},
@@ -38,6 +39,16 @@ const PERIOD: Duration = Duration::from_secs(1);
 /// And at most this often: a burst of changes is one look.
 const REST: Duration = Duration::from_millis(10);
 
+/// Steps of one pass that are told one by one.
+const TOLD_STEPS: usize = 3;
+
+fn environments_of(kind: BackendKind) -> &'static str {
+    match kind {
+        BackendKind::Pod => "environments of pod",
+        BackendKind::Vm => "environments of vm",
+    }
+}
+
 /// What the reconciler of one backend works with.
 #[derive(Clone)]
 pub struct Reconciler {
@@ -53,6 +64,7 @@ pub struct Reconciler {
     pub target: Target,
     pub metrics: Metrics,
     pub mirror: Mirror,
+    pub board: Board,
     pub pass: LeaderPass,
     pub stop_grace: Duration,
     pub silence_limit: Duration,
@@ -101,7 +113,7 @@ impl Reconciler {
         let queued = self.queue.list(self.backend.kind().lane()).await.ok();
         let queued = queued.map(|all| all.into_iter().map(|q| q.task.assignment()).collect::<HashSet<_>>());
         let claims = self.claims.of_backend(self.backend.kind());
-        let environments = self.backend.list().await?;
+        let environments = self.list(began).await?;
         let busy = environments.iter().map(|e| e.assignment).chain(claims.iter().map(|c| c.assignment));
         let facts = Facts {
             busy: busy.filter(|a| self.claims.is_busy(*a)).collect(),
@@ -115,6 +127,7 @@ impl Reconciler {
         };
         let planned = plan::plan(&facts);
         self.count(&facts);
+        self.tell(began, facts.environments.len(), &planned);
         for step in planned {
             self.begin(step, &facts.environments, steps).await;
         }
@@ -123,6 +136,29 @@ impl Reconciler {
         let label = BackendLabel { backend: self.backend.kind().as_str() };
         self.metrics.reconcile_last_success.get_or_create(&label).set(now.as_secs_f64());
         Ok(())
+    }
+
+    async fn list(&self, began: Instant) -> Result<Vec<Observed>, BackendError> {
+        let kind = self.backend.kind();
+        let listed = self.backend.list().await;
+        match &listed {
+            Ok(_) => self.board.neighbour(kind.as_str(), Standing::Fine),
+            Err(e) => {
+                self.board.neighbour(kind.as_str(), Standing::Trouble(e.to_string()));
+                self.board.pass(environments_of(kind), began.elapsed(), Err(e.to_string()));
+            }
+        }
+        listed
+    }
+
+    fn tell(&self, began: Instant, environments: usize, planned: &[Step]) {
+        let changed = (!planned.is_empty()).then(|| {
+            let more = planned.len().saturating_sub(TOLD_STEPS);
+            let told: Vec<_> = planned.iter().take(TOLD_STEPS).map(Step::to_string).collect();
+            told.join("; ") + &if more > 0 { format!("; and {more} more") } else { String::new() }
+        });
+        let told = Told { saw: format!("{environments} environment(s)"), changed };
+        self.board.pass(environments_of(self.backend.kind()), began.elapsed(), Ok(told));
     }
 
     /// Quick steps at once, the others beside the pass. Those hold their assignment from here on, so that nobody takes it for

@@ -20,6 +20,7 @@ use self::{fetch::Outcome, registration::Registration, version::TasksVersion};
 use crate::{
     assignment::{Rules, seal::SealKeys},
     backoff::Backoff,
+    board::{Board, Standing},
     claims::Claims,
     gitea::{RpcError, RpcFault, RunnerRpc},
     ids::BackendKind,
@@ -58,6 +59,7 @@ pub struct Scheduler {
     pub capabilities: Vec<String>,
     pub metrics: Metrics,
     pub mirror: Mirror,
+    pub board: Board,
     pub server_capabilities: watch::Sender<String>,
     pub status: watch::Sender<SchedulerStatus>,
 }
@@ -131,6 +133,7 @@ impl Scheduler {
                     tracing::debug!(?labels, "declared labels");
                     // A job that waits for a label is invisible at the current version (rule R2).
                     versions.reset();
+                    self.status.send_modify(|status| status.declared = Some(labels.clone()));
                     turn.declared = Some(labels);
                     turn.registration.confirmed();
                 }
@@ -261,6 +264,11 @@ impl Scheduler {
     }
 
     fn say(&self, state: FetchState) {
+        match &state {
+            FetchState::Asking => self.board.neighbour("gitea", Standing::Fine),
+            FetchState::Failing(why) | FetchState::Parked(why) => self.board.neighbour("gitea", Standing::Trouble(why.clone())),
+            FetchState::Starting | FetchState::Held(_) => {}
+        }
         self.status.send_if_modified(|status| {
             status.last_answer = if state == FetchState::Asking { Some(SystemTime::now()) } else { status.last_answer };
             let changed = status.state != state;

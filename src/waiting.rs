@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     assignment::{Assignment, Rules, seal::SealKeys},
+    board::{Board, Told},
     claims::{Claims, Stop, Verdict},
     failpoint,
     gitea::{
@@ -48,6 +49,7 @@ pub struct Waiting {
     pub slots: HashMap<BackendKind, Slots>,
     pub metrics: Metrics,
     pub mirror: Mirror,
+    pub board: Board,
     pub pass: LeaderPass,
 }
 
@@ -70,6 +72,7 @@ impl Waiting {
             match self.waiting_pass(&mut memory, &stop).await {
                 Ok(()) => failing = false,
                 Err(e) => {
+                    self.board.pass("waiting jobs", Duration::ZERO, Err(e.to_string()));
                     if !failing {
                         tracing::warn!(error = %e, "failed to look at the waiting assignments; will try again");
                     }
@@ -86,7 +89,7 @@ impl Waiting {
 
     /// One look at all that waits.
     pub async fn waiting_pass(&self, memory: &mut Memory, stop: &CancellationToken) -> Result<(), QueueError> {
-        let mut all = Vec::new();
+        let (began, mut all) = (Instant::now(), Vec::new());
         for lane in Lane::ALL {
             let waiting: Vec<_> = self.queue.list(lane).await?.into_iter().map(|q| q.task).collect();
             let held = lane.backend().and_then(|b| self.slots.get(&b)).map(Slots::active).unwrap_or_default();
@@ -96,6 +99,8 @@ impl Waiting {
         self.count().await;
         memory.0.retain(|id, _| all.iter().any(|(_, task, _)| task.assignment() == *id));
         let heartbeat = HEARTBEAT.max(Duration::from_secs_f64(all.len() as f64 / HEARTBEATS_PER_SECOND));
+        let told = Told { saw: format!("{} assignment(s) without a start", all.len()), changed: None };
+        self.board.pass("waiting jobs", began.elapsed(), Ok(told));
         for (lane, task, place) in all {
             if stop.is_cancelled() {
                 return Ok(());

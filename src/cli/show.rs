@@ -18,6 +18,7 @@ use super::{exit, say, told};
 use crate::{
     ids::{Lane, TaskId},
     mirror::{self, Filter, Job, Phase, Reader, Snapshot},
+    printable::printable,
 };
 
 #[derive(Args)]
@@ -87,7 +88,8 @@ fn look(args: &Show) -> anyhow::Result<String> {
         match &args.what {
             None => overview(&snapshot, args.json),
             Some(What::Jobs { phase, backend, repository, limit }) => {
-                let filter = Filter { phase: *phase, lane: *backend, repository: repository.clone(), after: None, limit: *limit };
+                let filter =
+                    Filter { phase: *phase, lane: *backend, repository: repository.clone(), limit: *limit, ..Filter::default() };
                 jobs(&snapshot, &filter, args.json)
             }
             Some(What::Job { id }) => job(&snapshot, id, args.json),
@@ -167,7 +169,7 @@ fn jobs(snapshot: &Snapshot, filter: &Filter, as_json: bool) -> Result<String, S
     }
     let mut text = format!("{:>8}  {:<9} {:<8} {:<20} job\n", "task", "phase", "backend", "since");
     for (task, job) in &found {
-        let name = escaped(&format!("{} {}", job.details.repository, job.details.job_key));
+        let name = printable(&format!("{} {}", job.details.repository, job.details.job_key));
         let phase = job.result.map_or(job.phase.as_str(), |result| result.as_str());
         text += &format!("{:>8}  {phase:<9} {:<8} {:<20} {name}\n", task.0, job.lane.as_str(), shown(Some(job.changed_ms)));
     }
@@ -188,7 +190,7 @@ fn job(snapshot: &Snapshot, id: &str, as_json: bool) -> Result<String, String> {
     let mut text = format!("{}  {} on {}\n", task.assignment(), job.phase.as_str(), job.lane.as_str());
     let mut row = |name: &str, what: &str| {
         if !what.is_empty() {
-            text.push_str(&format!("  {name:<14} {}\n", escaped(what)));
+            text.push_str(&format!("  {name:<14} {}\n", printable(what)));
         }
     };
     row("repository", &details.repository);
@@ -221,7 +223,7 @@ fn events(snapshot: &Snapshot, task: Option<TaskId>, limit: usize, as_json: bool
     let mut text = String::new();
     for (at, event) in &events {
         let of = event.task.map(|task| task.to_string()).unwrap_or_default();
-        text += &format!("{:<20} {of:>8}  {:<18} {}\n", shown(Some(*at)), escaped(&event.kind), escaped(&event.text));
+        text += &format!("{:<20} {of:>8}  {:<18} {}\n", shown(Some(*at)), printable(&event.kind), printable(&event.text));
     }
     Ok(text)
 }
@@ -282,21 +284,6 @@ fn rfc(ms: Option<u64>) -> Option<String> {
     time::OffsetDateTime::from_unix_timestamp(seconds).ok()?.format(&Rfc3339).ok()
 }
 
-/// Control and bidi characters could move the cursor or turn the text around; they are shown as what they are.
-fn escaped(text: &str) -> String {
-    let mut safe = String::with_capacity(text.len());
-    for c in text.chars() {
-        let moves = c.is_control()
-            || matches!(c, '\u{200e}' | '\u{200f}' | '\u{061c}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}' | '\u{2028}' | '\u{2029}' | '\u{feff}');
-        if moves {
-            safe.extend(c.escape_unicode());
-        } else {
-            safe.push(c);
-        }
-    }
-    safe
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -311,10 +298,5 @@ mod tests {
         ] {
             assert_eq!(rfc(Some(ms)).as_deref(), Some(text));
         }
-    }
-
-    #[test]
-    fn what_could_move_the_cursor_is_shown_as_what_it_is() {
-        assert_eq!(escaped("a\u{1b}[2Jb\nc\u{202e}d é 日本"), "a\\u{1b}[2Jb\\u{a}c\\u{202e}d é 日本");
     }
 }

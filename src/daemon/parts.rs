@@ -80,9 +80,10 @@ impl Parts<'_> {
         running.beginning("worker/refusals", worker::refusals(workshop, self.begin.clone()));
         let leases = worker::extend_leases(Arc::clone(&core.queue), core.leases.clone(), self.begin.clone());
         running.beginning("leases", leases);
-        let (queue, metrics, stop) = (Arc::clone(&core.queue), core.metrics.clone(), self.begin.clone());
-        running.beginning("queue/store", deliveries::store(Arc::clone(&queue), metrics.clone(), stop.clone()));
-        running.beginning("queue/deliveries", deliveries::deliveries(queue, metrics, stop));
+        let (queue, metrics, board, stop) =
+            (Arc::clone(&core.queue), core.metrics.clone(), core.board.clone(), self.begin.clone());
+        running.beginning("queue/store", deliveries::store(Arc::clone(&queue), metrics.clone(), board.clone(), stop.clone()));
+        running.beginning("queue/deliveries", deliveries::deliveries(queue, metrics, board, stop));
         running.beginning("waiting", self.waiting().run(self.begin.clone()));
         running.beginning("mirror", self.keeper().run());
         running.beginning("scheduler", self.scheduler(capabilities, status).run(self.begin.clone(), core.pass));
@@ -135,6 +136,7 @@ impl Parts<'_> {
             capabilities: if self.cleans_up() { vec!["cancelling".into()] } else { Vec::new() },
             metrics: core.metrics.clone(),
             mirror: core.mirror.clone(),
+            board: core.board.clone(),
             server_capabilities,
             status,
         }
@@ -183,6 +185,7 @@ impl Parts<'_> {
             slots: core.slots.clone(),
             metrics: core.metrics.clone(),
             mirror: core.mirror.clone(),
+            board: core.board.clone(),
             pass: core.pass,
         }
     }
@@ -218,6 +221,7 @@ impl Parts<'_> {
             target: self.target(),
             metrics: core.metrics.clone(),
             mirror: core.mirror.clone(),
+            board: core.board.clone(),
             pass: core.pass,
             stop_grace: if self.cleans_up() { plan::STOP_GRACE_CLEANUP } else { plan::STOP_GRACE },
             silence_limit: core.config.silence_limit,

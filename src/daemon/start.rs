@@ -53,6 +53,7 @@ impl Parts<'_> {
             keys: core.keys.clone(),
             keep: mirror::Keep::default(),
             metrics: core.metrics.clone(),
+            board: core.board.clone(),
             pass: core.pass,
             stop: self.begin.clone(),
         }

@@ -31,9 +31,18 @@ pub struct Overview {
     pub events: u64,
 }
 
-/// Which jobs; the newest first.
+/// In which order jobs are listed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Sorted {
+    #[default]
+    NewestFirst,
+    OldestFirst,
+}
+
+/// Which jobs.
 #[derive(Debug, Clone, Default)]
 pub struct Filter {
+    pub sorted: Sorted,
     pub phase: Option<Phase>,
     pub lane: Option<Lane>,
     pub repository: Option<String>,
@@ -115,33 +124,65 @@ impl Snapshot {
     pub fn jobs(&self, filter: &Filter) -> Result<Vec<(TaskId, Job)>, String> {
         self.ask(|txn| {
             let (index, jobs) = (txn.open_table(BY_STATE)?, txn.open_table(JOBS)?);
+            let limit = filter.limit.min(PAGE_MOST);
+            // Of each kind no more than the page is long can be on it, unless some are left out.
+            let look = if filter.repository.is_some() { LOOK_MOST } else { limit };
             let mut found: Vec<(u64, i64)> = Vec::new();
             for (lane, phase) in places(filter.lane, filter.phase) {
-                let (first, mut last) = span(lane, phase);
-                if let Some((ms, task)) = filter.after {
-                    (last.2, last.3) = (ms, task.0.saturating_sub(1));
-                }
+                let (first, last) = match (span(lane, phase), filter.after, filter.sorted) {
+                    ((first, _), Some((ms, task)), Sorted::NewestFirst) => {
+                        (first, (first.0, first.1, ms, task.0.saturating_sub(1)))
+                    }
+                    ((_, last), Some((ms, task)), Sorted::OldestFirst) => ((last.0, last.1, ms, task.0.saturating_add(1)), last),
+                    (whole, None, _) => whole,
+                };
                 if first > last {
                     continue;
                 }
-                for place in index.range(first..=last)?.rev().take(LOOK_MOST) {
+                let places = index.range(first..=last)?;
+                let places: Vec<_> = match filter.sorted {
+                    Sorted::NewestFirst => places.rev().take(look).collect(),
+                    Sorted::OldestFirst => places.take(look).collect(),
+                };
+                for place in places {
                     let (_, _, received, task) = place?.0.value();
                     found.push((received, task));
                 }
             }
-            found.sort_unstable_by(|a, b| b.cmp(a));
+            found.sort_unstable();
+            if filter.sorted == Sorted::NewestFirst {
+                found.reverse();
+            }
             let mut page = Vec::new();
             for (_, task) in found {
+                if page.len() >= limit {
+                    break;
+                }
                 let Some(row) = jobs.get(task)? else { continue };
                 let Ok(job) = decode::<Job>("assignments", row.value()) else { continue };
                 if filter.repository.as_ref().is_none_or(|wanted| *wanted == job.details.repository) {
                     page.push((TaskId(task), job));
                 }
-                if page.len() >= filter.limit.min(PAGE_MOST) {
-                    break;
-                }
             }
             Ok(page)
+        })
+    }
+
+    /// How many jobs of the same kind as this one were received before it.
+    pub fn before(&self, task: TaskId, job: &Job) -> Result<u64, String> {
+        self.ask(|txn| {
+            let (first, _) = span(job.lane, job.phase);
+            let n = txn.open_table(BY_STATE)?.range(first..job.place(task))?.count();
+            Ok(u64::try_from(n).unwrap_or(u64::MAX))
+        })
+    }
+
+    /// When the one of this kind that was received first was received, in Unix milliseconds.
+    pub fn oldest(&self, lane: Lane, phase: Phase) -> Result<Option<u64>, String> {
+        self.ask(|txn| {
+            let (first, last) = span(lane, phase);
+            let place = txn.open_table(BY_STATE)?.range(first..=last)?.next().transpose()?;
+            Ok(place.map(|(key, _)| key.value().2))
         })
     }
 

@@ -103,6 +103,9 @@ impl Writer {
                 failpoint::reached("mirror.noted");
             }
             self.write(&notes);
+            if self.is_open() && self.shared.missed().is_empty() {
+                self.shared.current_ms.store(now_ms(), Ordering::Relaxed);
+            }
             for note in &notes {
                 self.shared.payload_bytes.fetch_sub(note.payload_len(), Ordering::Relaxed);
             }
@@ -173,7 +176,6 @@ impl Writer {
         match &written {
             Ok(()) => {
                 let now = now_ms();
-                self.shared.written_ms.store(now, Ordering::Relaxed);
                 self.shared.metrics.mirror_last_write.set(now as f64 / 1000.0);
                 self.warned = false;
                 self.place = place(&self.shared.path).or(self.place);

@@ -2,11 +2,18 @@
 //!
 //! Only periods are here; what there is to look at, each store knows. A store without a server has nothing to do for either.
 
-use std::{sync::Arc, time::Duration};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use tokio_util::sync::CancellationToken;
 
-use crate::{metrics::Metrics, queue::AssignmentQueue};
+use crate::{
+    board::{Board, Standing, Told},
+    metrics::Metrics,
+    queue::{AssignmentQueue, QueueHealth},
+};
 
 /// Short, since a fetched job may wait for it: cheap while all is well.
 const STORE_PERIOD: Duration = Duration::from_millis(500);
@@ -14,10 +21,10 @@ const STORE_PERIOD: Duration = Duration::from_millis(500);
 const DELIVERIES_PERIOD: Duration = Duration::from_secs(20);
 
 /// Looks until `stop`.
-pub async fn store(queue: Arc<dyn AssignmentQueue>, metrics: Metrics, stop: CancellationToken) {
+pub async fn store(queue: Arc<dyn AssignmentQueue>, metrics: Metrics, board: Board, stop: CancellationToken) {
     // The pass is never cut off: what it sends may have arrived.
     while !stop.is_cancelled() {
-        store_pass(queue.as_ref(), &metrics).await;
+        store_pass(queue.as_ref(), &metrics, &board).await;
         tokio::select! {
             () = stop.cancelled() => {}
             () = tokio::time::sleep(STORE_PERIOD) => {}
@@ -25,15 +32,23 @@ pub async fn store(queue: Arc<dyn AssignmentQueue>, metrics: Metrics, stop: Canc
     }
 }
 
-pub async fn store_pass(queue: &dyn AssignmentQueue, metrics: &Metrics) {
+pub async fn store_pass(queue: &dyn AssignmentQueue, metrics: &Metrics, board: &Board) {
+    let began = Instant::now();
     let tended = queue.tend().await;
+    let standing = match queue.health().await {
+        QueueHealth::Fine => Standing::Fine,
+        QueueHealth::Unfit(why) => Standing::Trouble(why),
+    };
+    board.neighbour("queue", standing);
+    let told = Told { saw: format!("{} assignment(s) not yet in the queue's store", tended.outbox), changed: None };
+    board.pass("queue store", began.elapsed(), Ok(told));
     let _ = metrics.queue_outbox.set(i64::try_from(tended.outbox).unwrap_or(i64::MAX));
 }
 
 /// Looks until `stop`.
-pub async fn deliveries(queue: Arc<dyn AssignmentQueue>, metrics: Metrics, stop: CancellationToken) {
+pub async fn deliveries(queue: Arc<dyn AssignmentQueue>, metrics: Metrics, board: Board, stop: CancellationToken) {
     while !stop.is_cancelled() {
-        deliveries_pass(queue.as_ref(), &metrics).await;
+        deliveries_pass(queue.as_ref(), &metrics, &board).await;
         tokio::select! {
             () = stop.cancelled() => {}
             () = tokio::time::sleep(DELIVERIES_PERIOD) => {}
@@ -41,9 +56,18 @@ pub async fn deliveries(queue: Arc<dyn AssignmentQueue>, metrics: Metrics, stop:
     }
 }
 
-pub async fn deliveries_pass(queue: &dyn AssignmentQueue, metrics: &Metrics) {
-    match queue.revive_stuck().await {
-        Ok(revived) => drop(metrics.stuck_deliveries.inc_by(revived)),
-        Err(e) => tracing::debug!(error = %e, "failed to look for stuck deliveries; will try again"),
-    }
+pub async fn deliveries_pass(queue: &dyn AssignmentQueue, metrics: &Metrics, board: &Board) {
+    let began = Instant::now();
+    let told = match queue.revive_stuck().await {
+        Ok(revived) => {
+            metrics.stuck_deliveries.inc_by(revived);
+            let changed = (revived > 0).then(|| format!("queued {revived} stuck delivery(s) anew"));
+            Ok(Told { saw: "what the queue has given out".into(), changed })
+        }
+        Err(e) => {
+            tracing::debug!(error = %e, "failed to look for stuck deliveries; will try again");
+            Err(e.to_string())
+        }
+    };
+    board.pass("queue deliveries", began.elapsed(), told);
 }

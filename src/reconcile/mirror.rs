@@ -14,6 +14,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     assignment::{Assignment, Rules, seal::SealKeys},
     backend::{Backend, Observed},
+    board::{Board, Told},
     claims::Claims,
     gitea::RunnerRpc,
     ids::{AssignmentId, BackendKind, Lane, TaskId},
@@ -44,6 +45,7 @@ pub struct Keeper {
     pub keys: SealKeys,
     pub keep: Keep,
     pub metrics: Metrics,
+    pub board: Board,
     pub pass: LeaderPass,
     /// Trips when the process ends: what waits for Gitea is left to the next start.
     pub stop: CancellationToken,
@@ -74,6 +76,7 @@ impl Keeper {
     pub async fn run(self) {
         let (mut suspects, mut pruned, mut period) = (HashSet::new(), None::<Instant>, SECOND_LOOK);
         while !self.stop.is_cancelled() {
+            let began = Instant::now();
             if let Some(facts) = self.look().await {
                 self.mirror_pass(&facts).await;
                 self.stranded_pass(&facts, &mut suspects, &self.pass).await;
@@ -81,6 +84,9 @@ impl Keeper {
                     pruned = Some(Instant::now());
                     self.mirror.note(TaskId(0), What::Reconciled(self.keep.clone()));
                 }
+            } else {
+                let why = "the mirror, the queue or a backend does not answer, so nothing was concluded";
+                self.board.pass("mirror", began.elapsed(), Err(why.into()));
             }
             tokio::select! {
                 () = self.stop.cancelled() => return,
@@ -121,6 +127,7 @@ impl Keeper {
 
     /// Notes what the mirror does not show. Repeating it notes nothing.
     pub async fn mirror_pass(&self, facts: &Facts) {
+        let began = Instant::now();
         let open: HashMap<TaskId, &OpenJob> = facts.open.iter().map(|open| (open.task, open)).collect();
         let environments = facts.environments.values().filter(|e| !e.terminal).map(|e| e.assignment.task());
         let tasks: HashSet<TaskId> = facts.queued.keys().copied().chain(environments).collect();
@@ -148,6 +155,14 @@ impl Keeper {
             }
         }
         self.compare_slots().await;
+        let saw = format!(
+            "{} open job(s), {} queued, {} environment(s)",
+            facts.open.len(),
+            facts.queued.len(),
+            facts.environments.len()
+        );
+        let changed = (repairs > 0).then(|| format!("brought back what the mirror did not show of {repairs} job(s)"));
+        self.board.pass("mirror", began.elapsed(), Ok(Told { saw, changed }));
     }
 
     /// Whether a job without an open row needs none: its row says that it is over, and what is queued is no other job.

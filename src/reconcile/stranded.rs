@@ -4,11 +4,15 @@
 //! environment is queued again from its sealed envelope. One that may have been started is failed with a reason: rather failed
 //! than run twice.
 
-use std::{collections::HashSet, time::Duration};
+use std::{
+    collections::HashSet,
+    time::{Duration, Instant},
+};
 
 use super::mirror::{Facts, Keeper};
 use crate::{
     assignment::Assignment,
+    board::Told,
     claims::Verdict,
     failpoint,
     gitea::report::{self, Settlement, Wish},
@@ -28,27 +32,37 @@ const GONE: &str = "The environment of this job is gone, with all that the runne
 impl Keeper {
     /// `suspects`: what the look before this one found nowhere.
     pub async fn stranded_pass(&self, facts: &Facts, suspects: &mut HashSet<TaskId>, _: &LeaderPass) {
+        let (began, mut ended) = (Instant::now(), Vec::new());
         let nowhere: Vec<&OpenJob> = facts.open.iter().filter(|open| !facts.present(open.task)).collect();
         for open in nowhere.iter().filter(|open| suspects.contains(&open.task)) {
             if self.stop.is_cancelled() {
                 return;
             }
-            self.stranded(open).await;
+            if let Some(result) = self.stranded(open).await {
+                ended.push(format!("{} {result}", open.task.assignment()));
+            }
         }
+        let told = Told {
+            saw: format!("{} job(s) that are nowhere", nowhere.len()),
+            changed: (!ended.is_empty()).then(|| ended.join(", ")),
+        };
+        self.board.pass("stranded jobs", began.elapsed(), Ok(told));
         *suspects = nowhere.iter().map(|open| open.task).collect();
     }
 
-    async fn stranded(&self, open: &OpenJob) {
+    /// What came of it; `None`: nothing yet.
+    async fn stranded(&self, open: &OpenJob) -> Option<&'static str> {
         let (task, id) = (open.task, open.task.assignment());
-        let Some(_busy) = self.claims.begin(id) else { return };
+        let _busy = self.claims.begin(id)?;
         // It may have come back since the look: a restored Gitea gives an id anew.
         if self.claims.get(id).is_some() || !matches!(self.queue.get(task).await, Ok(None)) {
-            return;
+            return None;
         }
         let wish = match report::heartbeat(&self.rpc, task).await {
             Ok(wish) => wish,
             Err(e) => {
-                return tracing::debug!(assignment = %id, error = %e, "failed to ask Gitea about a stranded job; will again");
+                tracing::debug!(assignment = %id, error = %e, "failed to ask Gitea about a stranded job; will again");
+                return None;
             }
         };
         let result = match wish {
@@ -74,6 +88,7 @@ impl Keeper {
                 self.claims.forget(id);
             }
         }
+        result
     }
 
     /// The copy of a job that certainly was not started: it has no environment, and an environment's row stays until it is

@@ -1,4 +1,4 @@
-//! What the scheduler shows of itself, for readiness and later the dashboard.
+//! What the scheduler shows of itself, for readiness and the dashboard.
 
 use std::time::SystemTime;
 
@@ -20,4 +20,6 @@ pub enum FetchState {
 pub struct SchedulerStatus {
     pub state: FetchState,
     pub last_answer: Option<SystemTime>,
+    /// The labels that Gitea knows of us; one that is withdrawn for want of room is not among them. `None`: not told yet.
+    pub declared: Option<Vec<String>>,
 }

@@ -9,6 +9,7 @@ use std::{
 
 use gitea_dynamic_runner::{
     assignment::{Assignment, Rules, seal::SealKeys},
+    board::Board,
     claims::{CapabilityKey, Claims},
     demo::forge::{Forge, ForgeConfig, JobSpec},
     gitea::RunnerRpc,
@@ -61,6 +62,7 @@ async fn desk() -> Desk {
         keys,
         keep: Keep::default(),
         metrics,
+        board: Board::default(),
         pass,
         stop: CancellationToken::new(),
     };

@@ -11,6 +11,7 @@ use gitea_dynamic_runner::{
         Backend, Mark,
         local::{Isolation, LocalBackend, LocalConfig},
     },
+    board::Board,
     claims::{CapabilityKey, Claims},
     demo::forge::{Forge, ForgeConfig, JobId, JobSpec, JobStatus, Method},
     environment::Target,
@@ -91,6 +92,7 @@ async fn desk(jobs: usize) -> Desk {
         },
         metrics,
         mirror,
+        board: Board::default(),
         pass,
         stop_grace: plan::STOP_GRACE,
         silence_limit: Duration::from_secs(480),
@@ -211,6 +213,7 @@ async fn one_look_at_what_waits_tells_gitea_of_each_and_ends_what_was_cancelled_
             slots: HashMap::from([(BackendKind::Pod, r.slots.clone())]),
             metrics: r.metrics.clone(),
             mirror: r.mirror.clone(),
+            board: r.board.clone(),
             pass: r.pass,
         };
         desk.forge.cancel(desk.jobs[1]);
