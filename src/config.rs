@@ -28,7 +28,7 @@ pub use self::read::{Reader, process_environment};
 pub const CREDENTIALS_FILE: &str = "private/credentials.json";
 
 /// Every setting, for the README's table (`tests/tidy.rs` compares).
-pub const VARIABLES: [&str; 46] = [
+pub const VARIABLES: [&str; 47] = [
     "GITEA_URL",
     "GITEA_CA_FILE",
     "GITEA_RUNNER_UUID",
@@ -74,6 +74,7 @@ pub const VARIABLES: [&str; 46] = [
     "HTTP_LISTEN",
     "HTTP_HOSTS",
     "READ_TOKEN_FILE",
+    "ADMIN_TOKEN_FILE",
     "LOG_FORMAT",
 ];
 
@@ -163,6 +164,8 @@ pub struct HttpConfig {
     pub listen: SocketAddr,
     pub hosts: Vec<String>,
     pub read_token: Option<Secret>,
+    /// Without one nobody drains.
+    pub admin_token: Option<Secret>,
     /// With local backends every job reaches loopback, so it is not trusted. The demo has nothing to hide.
     pub trust_loopback: bool,
 }
@@ -233,6 +236,7 @@ impl Config {
                 listen: read.address("HTTP_LISTEN", "127.0.0.1:9180"),
                 hosts: read.list("HTTP_HOSTS", ""),
                 read_token: read.secret_file("READ_TOKEN_FILE"),
+                admin_token: read.secret_file("ADMIN_TOKEN_FILE"),
                 trust_loopback: false,
             },
             gitea,

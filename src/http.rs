@@ -1,33 +1,23 @@
-//! The operator's HTTP: `/healthz`, `/readyz`, `/metrics`. Read-only; environments speak to the facade, never to this.
+//! The operator's HTTP: `/healthz`, `/readyz`, `/metrics`. Environments speak to the facade, never to this.
 //!
-//! Loopback is no proof of anything where jobs run on the same machine, so reading needs a token there.
+//! Here are the routes; who may ask for them is `access`'s, how connections are taken `serve`'s.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use axum::{
     Router,
-    extract::{Request, State},
+    extract::State,
     http::{StatusCode, header},
-    middleware::{Next, from_fn_with_state},
+    middleware::from_fn_with_state,
     response::{IntoResponse, Response},
     routing::get,
 };
-use base64::Engine as _;
-use hyper_util::{
-    rt::{TokioExecutor, TokioIo, TokioTimer},
-    server::conn::auto::Builder,
-    service::TowerToHyperService,
-};
-use tokio::{net::TcpListener, sync::Semaphore};
-use tokio_util::sync::CancellationToken;
 
-use crate::{metrics::Metrics, secret::Secret};
+pub use self::{access::Access, serve::serve};
+use crate::metrics::Metrics;
 
-/// Connections at once; a page needs a handful.
-const CONNECTIONS: usize = 64;
-/// To send the head of a request, and for a whole connection.
-const HEAD_LIMIT: Duration = Duration::from_secs(10);
-const CONNECTION_LIMIT: Duration = Duration::from_secs(120);
+mod access;
+mod serve;
 
 /// Why the process is not ready, anew at each call; empty if it is.
 pub type Reasons = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
@@ -39,25 +29,16 @@ pub struct Http {
     pub access: Access,
 }
 
-/// Who may read.
-#[derive(Clone)]
-pub struct Access {
-    pub read_token: Option<Secret>,
-    /// Whether someone on loopback may read without a token.
-    pub trust_loopback: bool,
-    /// Names by which we may be called, beside loopback ones (no DNS rebinding).
-    pub hosts: Vec<String>,
-}
-
 impl Http {
     pub fn router(self) -> Router {
-        let guarded = Router::new()
+        // Whoever may read sees these.
+        let readable = Router::new()
             .route("/metrics", get(metrics))
-            .route_layer(from_fn_with_state(self.access.clone(), may_read))
+            .route_layer(from_fn_with_state(self.access.clone(), access::may_read))
             .with_state(self.clone());
         let open =
             Router::new().route("/healthz", get(|| async { "ok\n" })).route("/readyz", get(ready)).with_state(self.clone());
-        open.merge(guarded).layer(from_fn_with_state(self.access, right_host))
+        open.merge(readable).layer(from_fn_with_state(self.access, access::right_host))
     }
 }
 
@@ -74,77 +55,19 @@ async fn metrics(State(http): State<Http>) -> Response {
     ([(header::CONTENT_TYPE, kind)], http.metrics.text()).into_response()
 }
 
-/// A browser that was led here under another name shows that name.
-async fn right_host(State(access): State<Access>, request: Request, next: Next) -> Response {
-    let host = request.headers().get(header::HOST).and_then(|h| h.to_str().ok()).unwrap_or_default();
-    let name = host.rsplit_once(':').map_or(host, |(name, port)| if port.ends_with(']') { host } else { name });
-    let known = matches!(name, "localhost" | "127.0.0.1" | "[::1]" | "") || access.hosts.iter().any(|h| h == name);
-    if known {
-        return next.run(request).await;
-    }
-    (StatusCode::MISDIRECTED_REQUEST, "unknown host name; add it to HTTP_HOSTS\n").into_response()
-}
-
-async fn may_read(State(access): State<Access>, request: Request, next: Next) -> Response {
-    let shown = request.headers().get(header::AUTHORIZATION).and_then(|h| h.to_str().ok());
-    let allowed = match &access.read_token {
-        Some(token) => shown.and_then(presented).is_some_and(|shown| token.matches(shown.expose())),
-        None => access.trust_loopback,
-    };
-    if allowed {
-        return next.run(request).await;
-    }
-    let way_out = "set READ_TOKEN_FILE to a file with a token, and show that token as password (any user name) or as bearer token; \
-                   jobs run on this machine, so its loopback is open to them\n";
-    (StatusCode::UNAUTHORIZED, [(header::WWW_AUTHENTICATE, "Basic realm=\"gitea-dynamic-runner\"")], way_out).into_response()
-}
-
-/// The token of `Bearer …`, or the password of `Basic …`.
-fn presented(authorization: &str) -> Option<Secret> {
-    if let Some(token) = authorization.strip_prefix("Bearer ") {
-        return Some(Secret::new(token.trim()));
-    }
-    let basic = base64::engine::general_purpose::STANDARD.decode(authorization.strip_prefix("Basic ")?.trim()).ok()?;
-    let text = zeroize::Zeroizing::new(String::from_utf8(basic).ok()?);
-    text.split_once(':').map(|(_, password)| Secret::new(password))
-}
-
-/// Serves until `stop`.
-pub async fn serve(listener: TcpListener, router: Router, stop: CancellationToken) {
-    let places = Arc::new(Semaphore::new(CONNECTIONS));
-    loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            () = stop.cancelled() => return,
-        };
-        let Ok((tcp, _)) = accepted else {
-            // Out of file descriptors, most likely: a moment later some are free.
-            tokio::time::sleep(Duration::from_millis(100)).await;
-            continue;
-        };
-        let Ok(place) = Arc::clone(&places).try_acquire_owned() else { continue };
-        let (service, stop) = (TowerToHyperService::new(router.clone()), stop.clone());
-        tokio::spawn(async move {
-            let mut builder = Builder::new(TokioExecutor::new());
-            builder.http1().timer(TokioTimer::new()).header_read_timeout(HEAD_LIMIT).max_buf_size(64 << 10);
-            let connection = builder.serve_connection(TokioIo::new(tcp), service);
-            tokio::select! {
-                // How a reader's connection ends is his affair.
-                _ = tokio::time::timeout(CONNECTION_LIMIT, connection) => {}
-                () = stop.cancelled() => {}
-            }
-            drop(place);
-        });
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
-    use axum::body::Body;
+    use axum::{body::Body, extract::Request};
+    use base64::Engine as _;
     use tower::ServiceExt as _;
 
     use super::*;
+    use crate::secret::Secret;
+
+    fn closed(hosts: Vec<String>) -> Access {
+        Access { read_token: None, admin_token: None, trust_loopback: false, hosts }
+    }
 
     async fn status(access: Access, path: &str, headers: &[(&str, &str)]) -> u16 {
         let http = Http { reasons: Arc::new(|| vec!["because".into()]), metrics: Metrics::new(), access };
@@ -157,8 +80,7 @@ mod tests {
 
     #[tokio::test]
     async fn only_who_shows_the_token_reads_and_only_under_a_known_name() {
-        let access =
-            Access { read_token: Some(Secret::new("t0ken")), trust_loopback: false, hosts: vec!["ci.example.test".into()] };
+        let access = Access { read_token: Some(Secret::new("t0ken")), ..closed(vec!["ci.example.test".into()]) };
         let basic = format!("Basic {}", base64::engine::general_purpose::STANDARD.encode("me:t0ken"));
         for (path, headers, expected) in [
             ("/healthz", vec![("host", "127.0.0.1:9180")], 200),
@@ -172,7 +94,6 @@ mod tests {
         ] {
             assert_eq!(status(access.clone(), path, &headers).await, expected, "{path} {headers:?}");
         }
-        let none = Access { read_token: None, trust_loopback: false, hosts: vec![] };
-        assert_eq!(status(none, "/metrics", &[("host", "localhost")]).await, 401);
+        assert_eq!(status(closed(vec![]), "/metrics", &[("host", "localhost")]).await, 401);
     }
 }

@@ -117,6 +117,7 @@ impl Parts<'_> {
             metrics: self.core.metrics.clone(),
             access: Access {
                 read_token: config.read_token.clone(),
+                admin_token: config.admin_token.clone(),
                 trust_loopback: config.trust_loopback,
                 hosts: config.hosts.clone(),
             },

@@ -138,7 +138,7 @@ fn config(forge: &Forge, state: &Path) -> anyhow::Result<Config> {
         },
         facade: FacadeConfig { listen: any, url: None },
         keys: KeyFiles { capability: None, seal: None },
-        http: HttpConfig { listen: any, hosts: Vec::new(), read_token: None, trust_loopback: true },
+        http: HttpConfig { listen: any, hosts: Vec::new(), read_token: None, admin_token: None, trust_loopback: true },
     })
 }
 
