@@ -40,6 +40,7 @@ mod parts;
 mod running;
 mod start;
 mod state;
+mod window;
 
 use self::{parts::Parts, running::Running};
 

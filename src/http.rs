@@ -1,6 +1,7 @@
-//! The operator's HTTP: `/healthz`, `/readyz`, `/metrics`. Environments speak to the facade, never to this.
+//! The operator's HTTP: `/healthz`, `/readyz`, `/metrics`, the dashboard and `/api/v1`. Environments speak to the facade, never to this.
 //!
-//! Here are the routes; who may ask for them is `access`'s, how connections are taken `serve`'s.
+//! Here are the routes; who may ask for them is `access`'s, how connections are taken `serve`'s. What is shown is put together by
+//! `view`, for people in `pages` and `live`, for programs in `api`.
 
 use std::sync::Arc;
 
@@ -13,11 +14,19 @@ use axum::{
     routing::get,
 };
 
-pub use self::{access::Access, serve::serve};
+pub use self::{
+    access::Access,
+    api::{Api, document},
+    serve::serve,
+};
 use crate::metrics::Metrics;
 
 mod access;
+mod api;
+mod live;
+mod pages;
 mod serve;
+pub mod view;
 
 /// Why the process is not ready, anew at each call; empty if it is.
 pub type Reasons = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
@@ -27,6 +36,7 @@ pub struct Http {
     pub reasons: Reasons,
     pub metrics: Metrics,
     pub access: Access,
+    pub api: Api,
 }
 
 impl Http {
@@ -34,8 +44,11 @@ impl Http {
         // Whoever may read sees these.
         let readable = Router::new()
             .route("/metrics", get(metrics))
-            .route_layer(from_fn_with_state(self.access.clone(), access::may_read))
-            .with_state(self.clone());
+            .with_state(self.clone())
+            .merge(pages::router(self.api.source.clone()))
+            .merge(live::router(self.api.source.clone()))
+            .merge(self.api.clone().router())
+            .route_layer(from_fn_with_state(self.access.clone(), access::may_read));
         let open =
             Router::new().route("/healthz", get(|| async { "ok\n" })).route("/readyz", get(ready)).with_state(self.clone());
         open.merge(readable).layer(from_fn_with_state(self.access, access::right_host))

@@ -11,11 +11,10 @@ use super::{Core, own_identity, running::Running, start::count_environments};
 use crate::{
     assignment::Rules,
     backend::Backend,
+    board::Standing,
     config::BackendConfig,
     environment::Target,
     facade::Facade,
-    health::Health,
-    http::{Access, Http},
     identity::{self, Identity, ServeLimits, binder::Binder},
     ids::BackendKind,
     plan,
@@ -40,6 +39,7 @@ impl Parts<'_> {
     /// What must be there before anything else runs: our identity, and a count of the environments that exist.
     pub(super) async fn start(&self) -> anyhow::Result<(Identity, Vec<(Reconciler, Steps)>)> {
         let identity = own_identity(&self.core.config, &self.core.authority).await?;
+        self.core.board.neighbour("identity", Standing::Fine);
         self.remember_attempts().await;
         let reconcilers = count_environments(self.reconcilers(), &self.begin).await;
         self.core.claims.counted();
@@ -108,20 +108,6 @@ impl Parts<'_> {
 
     fn cleans_up(&self) -> bool {
         self.core.tools.runner.as_ref().is_some_and(crate::config::tools::Runner::cleans_up)
-    }
-
-    pub(super) fn http(&self, health: Health) -> Http {
-        let config = &self.core.config.http;
-        Http {
-            reasons: Arc::new(move || health.reasons()),
-            metrics: self.core.metrics.clone(),
-            access: Access {
-                read_token: config.read_token.clone(),
-                admin_token: config.admin_token.clone(),
-                trust_loopback: config.trust_loopback,
-                hosts: config.hosts.clone(),
-            },
-        }
     }
 
     fn scheduler(&self, server_capabilities: watch::Sender<String>, status: watch::Sender<SchedulerStatus>) -> Scheduler {

@@ -1,0 +1,77 @@
+//! What the operator's HTTP is made of: where the pages and answers get what they show.
+
+use std::{collections::HashMap, sync::Arc};
+
+use super::Parts;
+use crate::{
+    backend::local::Isolation,
+    config::QueueConfig,
+    health::Health,
+    http::{
+        Access, Api, Http,
+        view::{About, Operation, Source},
+    },
+    ids::BackendKind,
+};
+
+impl Parts<'_> {
+    pub(super) fn http(&self, health: Health) -> Http {
+        let (core, config) = (self.core, &self.core.config.http);
+        let reasons = health.clone();
+        let source = Source {
+            mirror: core.mirror.clone(),
+            claims: core.claims.clone(),
+            board: core.board.clone(),
+            operation: Arc::new(move || operation(&health)),
+            capacity: core.slots.iter().map(|(kind, slots)| (*kind, slots.capacity())).collect(),
+            about: self.about(),
+        };
+        Http {
+            reasons: Arc::new(move || reasons.reasons()),
+            metrics: core.metrics.clone(),
+            access: Access {
+                read_token: config.read_token.clone(),
+                admin_token: config.admin_token.clone(),
+                trust_loopback: config.trust_loopback,
+                hosts: config.hosts.clone(),
+            },
+            api: Api { source, queue: Arc::clone(&core.queue) },
+        }
+    }
+
+    fn about(&self) -> About {
+        let config = &self.core.config;
+        let queue = match config.queue {
+            QueueConfig::Embedded => "a file on this machine",
+            QueueConfig::JetStream(_) => "JetStream",
+        };
+        let local = &config.local;
+        let unisolated = matches!(Isolation::choose(local.without_isolation, local.executor_uid), Ok(Isolation::Unisolated));
+        let mut kinds = HashMap::from([
+            ("gitea", config.gitea.url.clone()),
+            ("queue", queue.to_owned()),
+            ("identity", format!("embedded authority of {}", config.identity.trust_domain)),
+            ("leader", "this process, by its lock on the queue's file".to_owned()),
+        ]);
+        kinds.extend(BackendKind::ALL.map(|kind| (kind.as_str(), "processes of this machine".to_owned())));
+        About {
+            version: env!("CARGO_PKG_VERSION"),
+            instance: config.gitea.instance(),
+            gitea_url: config.gitea.url.trim_end_matches('/').to_owned(),
+            kinds,
+            vm_label: config.vm_label.clone(),
+            unisolated,
+        }
+    }
+}
+
+fn operation(health: &Health) -> Operation {
+    Operation {
+        reasons: health.reasons(),
+        fetching: health.fetching(),
+        declared: health.scheduler.borrow().declared.clone(),
+        draining_since: None,
+        leads: *health.serving.borrow(),
+        backlog: None,
+    }
+}
