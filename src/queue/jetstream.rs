@@ -26,6 +26,7 @@ use self::{
 };
 pub use self::{
     check::{ACCEPTED_FILE, Accepted, KNOWN_FILE},
+    look::{Found, examine},
     names::{Names, Settings, User},
 };
 use super::{
@@ -40,6 +41,7 @@ mod judge;
 mod known;
 mod lease;
 mod link;
+mod look;
 pub mod migrate;
 mod monitor;
 mod names;
