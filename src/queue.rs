@@ -66,6 +66,16 @@ pub trait AssignmentQueue: Send + Sync {
 pub struct Tended {
     /// Assignments on our own disk that the server does not have yet.
     pub outbox: u64,
+    /// `None`: not known, or without a limit.
+    pub store: Option<StoreUse>,
+}
+
+/// How full the store is, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoreUse {
+    pub used: u64,
+    /// With as many it takes nothing more.
+    pub limit: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

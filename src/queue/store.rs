@@ -16,7 +16,7 @@ use std::{
 use redb::{Builder, Database, Durability, ReadTransaction, ReadableDatabase, WriteTransaction};
 
 use super::{
-    QueueError, QueueHealth,
+    QueueError, QueueHealth, StoreUse,
     stored::{self, Failure, Step},
 };
 use crate::{failpoint, files};
@@ -162,6 +162,13 @@ impl Store {
             Ok(_) => QueueHealth::Fine,
             Err(error) => QueueHealth::Unfit(format!("read the free space at {}: {error}", folder.display())),
         }
+    }
+
+    /// The file may grow until as little is free as no job is taken with.
+    pub(super) fn used(&self) -> Option<StoreUse> {
+        let used = fs::metadata(&self.path).ok()?.len();
+        let free = free_bytes(self.path.parent()?).ok()?;
+        Some(StoreUse { used, limit: used.saturating_add(free.saturating_sub(self.min_free_bytes)) })
     }
 
     fn is_open(&self) -> bool {

@@ -5,7 +5,7 @@
 
 use std::{
     collections::HashSet,
-    sync::atomic::Ordering,
+    sync::{PoisonError, atomic::Ordering},
     time::{Duration, Instant},
 };
 
@@ -17,7 +17,7 @@ use super::{
     api::{self, ApiError},
     look::{Before, Look, Looked},
 };
-use crate::{failpoint, files, ids::Lane};
+use crate::{failpoint, files, ids::Lane, queue::StoreUse};
 
 /// Between looks at a server that was refused.
 const CLOSED_PERIOD: Duration = Duration::from_secs(3);
@@ -137,6 +137,9 @@ impl JetStreamQueue {
     }
 
     fn take_limits(&self, info: &stream::Info) {
+        let limit = u64::try_from(info.config.max_bytes).ok().filter(|bytes| *bytes > 0);
+        *self.store_use.lock().unwrap_or_else(PoisonError::into_inner) =
+            limit.map(|limit| StoreUse { used: info.state.bytes, limit });
         let stream = usize::try_from(info.config.max_message_size).ok().filter(|bytes| *bytes > 0).unwrap_or(usize::MAX);
         self.max_message.store(stream.min(self.producer.client.max_payload()), Ordering::Relaxed);
     }
