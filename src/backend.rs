@@ -42,6 +42,9 @@ pub enum BackendError {
     /// This environment can never be made as asked; the job fails with this reason.
     #[error("{0}")]
     Permanent(String),
+    /// A newer version of this program made environments here; they were left as they are.
+    #[error("{0}")]
+    Newer(String),
     /// No environment of that name.
     #[error("no such environment")]
     NotFound,

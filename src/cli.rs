@@ -7,13 +7,15 @@ use clap::{Args, Parser, Subcommand};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    backend::local::Isolation,
+    backend::{BackendError, local::Isolation},
     config::{self, Config, Faults, Mode, Reader, tools},
     daemon::Daemon,
     mirror::OpenError,
+    queue::QueueError,
     telemetry,
 };
 
+mod doctor;
 mod nats_setup;
 mod register;
 mod show;
@@ -22,6 +24,8 @@ mod show;
 pub mod exit {
     /// A fault of this program, or of the machine.
     pub const UNEXPECTED: u8 = 1;
+    /// `doctor` found something that somebody must do.
+    pub const TO_DO: u8 = 3;
     /// The settings are wrong; every fault was told.
     pub const CONFIGURATION: u8 = 78;
 }
@@ -43,6 +47,8 @@ enum Command {
     NatsSetup(nats_setup::NatsSetup),
     /// Tell everything that is wrong with the settings, with the way out; changes nothing.
     CheckConfig(Serve),
+    /// Look at Gitea, queue, disk, keys, ports and programs, and say of each whether it is fine or what to do; changes nothing.
+    Doctor(doctor::Doctor),
     /// What is known of jobs, slots and events, from the mirror in STATE_DIRECTORY; also while the controller runs.
     Show(show::Show),
     /// Set the mirror aside, so that the next start of the controller makes it anew. Only while none runs.
@@ -73,6 +79,7 @@ pub fn main() -> ExitCode {
     match args.get(1).and_then(|a| a.to_str()) {
         Some("local-keeper") => return crate::backend::local::keeper_main(args.split_off(2)),
         Some("local-init") => return crate::backend::local::init_main(args.split_off(2)),
+        Some("doctor-child") => return crate::doctor::child_main(&args.split_off(2)),
         // The demo's stand-in for the official runner is called as that is.
         Some("daemon") => return crate::demo::steps::main_from(args.split_off(1)),
         _ => {}
@@ -89,6 +96,7 @@ pub fn main() -> ExitCode {
     let code = match cli.command {
         Command::Serve(args) => runtime.block_on(serve(&args)),
         Command::CheckConfig(args) => runtime.block_on(check_config(&args)),
+        Command::Doctor(args) => runtime.block_on(doctor::run(&args)),
         Command::Register(args) => runtime.block_on(register::run(args)),
         Command::Show(args) => show::show(&args),
         Command::RebuildMirror(args) => show::rebuild(&args),
@@ -133,8 +141,8 @@ async fn serve(args: &Serve) -> ExitCode {
     }
     let daemon = match Daemon::build(config, tools).await {
         Ok(daemon) => daemon,
-        // A newer version ran here: starting again does not help, so whoever watches us must not try.
-        Err(e) if matches!(e.downcast_ref(), Some(OpenError::Newer(_))) => {
+        // Starting again does not help, so whoever watches us must not try.
+        Err(e) if a_newer_version_ran_here(&e) => {
             told(&e);
             return ExitCode::from(exit::CONFIGURATION);
         }
@@ -144,6 +152,12 @@ async fn serve(args: &Serve) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => told(&anyhow::Error::new(e)),
     }
+}
+
+fn a_newer_version_ran_here(error: &anyhow::Error) -> bool {
+    matches!(error.downcast_ref(), Some(OpenError::Newer(_)))
+        || matches!(error.downcast_ref(), Some(QueueError::Newer(_)))
+        || matches!(error.downcast_ref(), Some(BackendError::Newer(_)))
 }
 
 /// Settings and tools, or every fault of both.

@@ -192,6 +192,13 @@ impl std::error::Error for Faults {}
 impl Config {
     /// Reads and checks everything. `environment` is the process's, or a test's.
     pub fn read(environment: BTreeMap<String, String>, mode: Mode) -> Result<Config, Faults> {
+        let (config, faults) = Self::read_with_faults(environment, mode);
+        if faults.is_empty() { Ok(config) } else { Err(Faults(faults)) }
+    }
+
+    /// As [`Self::read`], but also what could be read beside the faults, for who looks at the rest (`doctor`). What is faulty has some
+    /// value that fits nothing: with faults it is nothing to run by.
+    pub fn read_with_faults(environment: BTreeMap<String, String>, mode: Mode) -> (Config, Vec<String>) {
         let mut read = Reader::new(environment);
         let state_directory = read.state_directory();
         let gitea = read_gitea(&mut read, &state_directory);
@@ -245,7 +252,7 @@ impl Config {
         if !config.facade.listen.ip().is_loopback() {
             read.fault("RUNNER_FACADE_LISTEN: with local backends alone it must be a loopback address, as 127.0.0.1:8443");
         }
-        read.finish(config)
+        (config, read.into_faults())
     }
 
     /// Towards Gitea; environments get the same variables.

@@ -21,6 +21,7 @@ use crate::{
 
 pub mod connect;
 mod error;
+pub mod look;
 pub mod register;
 pub mod report;
 pub mod tls;

@@ -45,6 +45,7 @@ pub mod executor;
 pub mod cli;
 pub mod config;
 pub mod daemon;
+pub mod doctor;
 pub mod health;
 pub mod supervise;
 pub mod telemetry;

@@ -57,6 +57,26 @@ pub struct MethodCode {
     pub code: Text,
 }
 
+/// What is passed on to Gitea for jobs.
+pub const METHODS: [&str; 2] = ["UpdateTask", "UpdateLog"];
+/// How that ends. Whatever else a server may say is `other`: a closed set, so that nobody makes series for us.
+pub const CODES: [&str; 9] = [
+    "ok",
+    "unknown",
+    "unavailable",
+    "deadline_exceeded",
+    "unauthenticated",
+    "permission_denied",
+    "not_found",
+    "internal",
+    "other",
+];
+
+/// The label for a Connect code.
+pub fn code_label(code: &str) -> Text {
+    CODES.into_iter().find(|known| *known == code).unwrap_or("other")
+}
+
 /// Seconds, from a fast fetch to a slow boot.
 const BUCKETS: [f64; 14] = [0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 5.0, 8.0, 15.0, 30.0, 60.0, 300.0, 900.0];
 
@@ -74,10 +94,13 @@ pub struct Metrics {
     pub lost_fetches: Counter,
     pub queue_depth: Family<LaneState, Gauge>,
     pub queue_outbox: Gauge,
+    pub queue_store_used: Gauge,
+    pub queue_store_limit: Gauge,
     pub stuck_deliveries: Counter,
     pub capacity_slots: Family<BackendState, Gauge>,
     pub capacity_limit: Family<BackendLabel, Gauge>,
     pub jobs_inflight: Family<BackendState, Gauge>,
+    pub environment_silence: Family<BackendLabel, Gauge<f64, AtomicU64>>,
     pub jobs_completed: Family<BackendOutcome, Counter>,
     pub job_start_latency: Family<BackendLabel, Histogram, fn() -> Histogram>,
     pub environment_creates: Family<BackendOutcome, Counter>,
@@ -125,10 +148,13 @@ impl Metrics {
             lost_fetches: Counter::default(),
             queue_depth: Family::default(),
             queue_outbox: Gauge::default(),
+            queue_store_used: Gauge::default(),
+            queue_store_limit: Gauge::default(),
             stuck_deliveries: Counter::default(),
             capacity_slots: Family::default(),
             capacity_limit: Family::default(),
             jobs_inflight: Family::default(),
+            environment_silence: Family::default(),
             jobs_completed: Family::default(),
             job_start_latency: Family::new_with_constructor(seconds),
             environment_creates: Family::default(),
@@ -169,10 +195,14 @@ impl Metrics {
         r.register("lost_fetch", "Tasks given by Gitea that never became durable (rule R3)", self.lost_fetches.clone());
         r.register("queue_depth", "Assignments in the queue", self.queue_depth.clone());
         r.register("queue_outbox", "Assignments not yet handed to the queue's server", self.queue_outbox.clone());
+        r.register("queue_store_used_bytes", "What the queue's store holds", self.queue_store_used.clone());
+        r.register("queue_store_limit_bytes", "With as much it takes nothing more", self.queue_store_limit.clone());
         r.register("stuck_deliveries", "Assignments that the queue's server had given up", self.stuck_deliveries.clone());
         r.register("capacity_slots", "Slots by state", self.capacity_slots.clone());
         r.register("capacity_limit", "Configured capacity", self.capacity_limit.clone());
         r.register("jobs_inflight", "Environments by state", self.jobs_inflight.clone());
+        let silence = self.environment_silence.clone();
+        r.register("environment_silence_seconds", "Of the running job that was not heard of for longest", silence);
         r.register("jobs_completed", "Jobs by outcome", self.jobs_completed.clone());
         r.register_with_unit("job_start_latency", "Fetch to claim", Unit::Seconds, self.job_start_latency.clone());
         r.register("environment_creates", "Create calls by result", self.environment_creates.clone());
@@ -214,7 +244,32 @@ impl Metrics {
                 drop(self.queue_depth.get_or_create(&LaneState { lane, state }));
             }
         }
+        for method in METHODS {
+            for code in CODES {
+                drop(self.report_requests.get_or_create(&MethodCode { method, code }));
+            }
+        }
+        for reason in ["user", "gitea", "deadline"] {
+            drop(self.cancellations.get_or_create(&ReasonLabel { reason }));
+        }
+        drop(self.recovered_jobs.get_or_create(&ResultLabel { result: "reattached" }));
         for backend in BackendKind::ALL.map(BackendKind::as_str) {
+            drop(self.capacity_limit.get_or_create(&BackendLabel { backend }));
+            drop(self.environment_silence.get_or_create(&BackendLabel { backend }));
+            drop(self.job_start_latency.get_or_create(&BackendLabel { backend }));
+            drop(self.environment_provision.get_or_create(&BackendLabel { backend }));
+            for state in ["used", "free"] {
+                drop(self.capacity_slots.get_or_create(&BackendState { backend, state }));
+            }
+            for state in ["offered", "running", "leaving"] {
+                drop(self.jobs_inflight.get_or_create(&BackendState { backend, state }));
+            }
+            for outcome in ["created", "adopted", "failed"] {
+                drop(self.environment_creates.get_or_create(&BackendOutcome { backend, outcome }));
+            }
+            for reason in ["stray", "duplicate", "superseded"] {
+                drop(self.orphans_collected.get_or_create(&BackendReason { backend, reason }));
+            }
             for outcome in ["success", "failure", "cancelled", "skipped"] {
                 drop(self.jobs_completed.get_or_create(&BackendOutcome { backend, outcome }));
             }

@@ -11,8 +11,11 @@ use crate::ids::{Lane, TaskId};
 pub mod embedded;
 pub mod held;
 pub mod jetstream;
+pub mod look;
 mod store;
 mod stored;
+
+pub use self::store::MIN_FREE_BYTES;
 
 /// A sealed assignment larger than this is refused by `publish` (`TooLarge`).
 pub const MAX_SEALED_BYTES: usize = 48 << 20;
@@ -63,6 +66,16 @@ pub trait AssignmentQueue: Send + Sync {
 pub struct Tended {
     /// Assignments on our own disk that the server does not have yet.
     pub outbox: u64,
+    /// `None`: not known, or without a limit.
+    pub store: Option<StoreUse>,
+}
+
+/// How full the store is, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StoreUse {
+    pub used: u64,
+    /// With as many it takes nothing more.
+    pub limit: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -161,6 +174,9 @@ pub enum QueueError {
     /// The store refuses to be trusted; a person must act.
     #[error("queue is damaged: {0}")]
     Damaged(String),
+    /// A newer version of this program wrote the store; it was left as it is.
+    #[error("queue is of a newer version: {0}")]
+    Newer(String),
     /// Another controller holds the store; only one may.
     #[error("queue is in use: {0}")]
     InUse(String),

@@ -16,7 +16,7 @@ use crate::{
     assignment::{Rules, seal::SealKeys},
     backend::{Backend, BackendError, Observed},
     board::{Board, Standing, Told},
-    claims::{Claims, Stop},
+    claims::{ClaimPhase, Claims, Stop},
     environment::Target,
     gitea::RunnerRpc,
     identity::binder::Binder,
@@ -224,6 +224,13 @@ impl Reconciler {
         gauge("offered", all.iter().filter(|e| !e.claimed && !e.terminal).count());
         gauge("running", all.iter().filter(|e| e.claimed && !e.terminal).count());
         gauge("leaving", all.iter().filter(|e| e.terminal).count());
+        let silent = facts
+            .claims
+            .iter()
+            .filter(|claim| matches!(claim.phase, ClaimPhase::Claimed))
+            .map(|claim| facts.now.saturating_duration_since(claim.heard_at));
+        let longest = silent.max().unwrap_or_default().as_secs_f64();
+        let _ = self.metrics.environment_silence.get_or_create(&BackendLabel { backend }).set(longest);
         let slots = |state, n: usize| {
             let _ = self
                 .metrics

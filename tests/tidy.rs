@@ -60,6 +60,7 @@ const ROOMS: &[(&str, Layer)] = &[
     ("cli", Layer::Wiring),
     ("config", Layer::Wiring),
     ("daemon", Layer::Wiring),
+    ("doctor", Layer::Wiring),
     ("health", Layer::Wiring),
     ("supervise", Layer::Wiring),
     ("telemetry", Layer::Wiring),

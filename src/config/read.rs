@@ -64,6 +64,10 @@ impl Reader {
         if self.faults.is_empty() { Ok(value) } else { Err(Faults(self.faults)) }
     }
 
+    pub fn into_faults(self) -> Vec<String> {
+        self.faults
+    }
+
     /// Unset and empty are the same.
     pub fn optional(&self, name: &str) -> Option<String> {
         self.environment.get(name).map(|v| v.trim().to_owned()).filter(|v| !v.is_empty())

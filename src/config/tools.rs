@@ -58,6 +58,11 @@ pub async fn look(runner_bin: Option<&Path>, path: &str) -> Tools {
     Tools { runner, missing }
 }
 
+/// What a program in `path` says to `--version`, from its first digit on; `None`: there is no such program.
+pub async fn version(name: &str, path: &str) -> Option<String> {
+    Some(version_of(&find(name, path)?).await)
+}
+
 fn find(name: &str, path: &str) -> Option<PathBuf> {
     use std::os::unix::fs::PermissionsExt as _;
     let runs = |file: &PathBuf| std::fs::metadata(file).is_ok_and(|m| m.is_file() && m.permissions().mode() & 0o111 != 0);

@@ -13,7 +13,7 @@ use crate::{
     claims::{Claim, ClaimPhase, Stop},
     failpoint,
     gitea::{RpcError, RpcFault, report},
-    metrics::{BackendLabel, BackendOutcome, MethodCode, ReasonLabel},
+    metrics::{BackendLabel, BackendOutcome, MethodCode, ReasonLabel, code_label},
     mirror::{Outcome, What},
     names::header,
     proto::{
@@ -65,6 +65,7 @@ impl Service {
     }
 
     fn count(&self, method: &'static str, code: &'static str) {
+        let code = code_label(code);
         self.facade.metrics.report_requests.get_or_create(&MethodCode { method, code }).inc();
     }
 

@@ -100,6 +100,13 @@ impl Authority {
         Self::open_with(dir, trust_domain, Lifetimes::default())
     }
 
+    /// Whether the CA kept in `dir` can be used, and until when; `None`: there is none yet. Makes and changes nothing.
+    pub fn look(dir: &Path, trust_domain: &str) -> Result<Option<SystemTime>, IdentityError> {
+        let td = TrustDomain::new(trust_domain)
+            .map_err(|e| config(format!("TRUST_DOMAIN {trust_domain:?} is not a trust domain: {e}")))?;
+        ca::look(dir, &td).map_err(|e| config(format!("{e:#}")))
+    }
+
     /// As [`Authority::open`], with other lifetimes.
     pub fn open_with(dir: &Path, trust_domain: &str, lifetimes: Lifetimes) -> Result<Self, IdentityError> {
         let td = TrustDomain::new(trust_domain)

@@ -18,7 +18,7 @@ use self::rows::{Held, Taken};
 pub use super::store::MIN_FREE_BYTES;
 use super::{
     AssignmentQueue, Dead, Depth, Lease, MAX_DELAY, MAX_SEALED_BYTES, Published, QueueError, QueueHealth, Queued, QueuedFacts,
-    Settled,
+    Settled, Tended,
     store::{self, Kind, Store},
     stored::{self, Failure, Step},
 };
@@ -185,6 +185,10 @@ impl AssignmentQueue for EmbeddedQueue {
 
     async fn highest_task(&self) -> Result<Option<TaskId>, QueueError> {
         self.read(rows::highest_task).await
+    }
+
+    async fn tend(&self) -> Tended {
+        Tended { outbox: 0, store: self.store.run(|store| Ok(store.used())).await.ok().flatten() }
     }
 
     async fn health(&self) -> QueueHealth {

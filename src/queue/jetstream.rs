@@ -26,10 +26,11 @@ use self::{
 };
 pub use self::{
     check::{ACCEPTED_FILE, Accepted, KNOWN_FILE},
+    look::{Found, examine},
     names::{Names, Settings, User},
 };
 use super::{
-    AssignmentQueue, Dead, Depth, Lease, Published, QueueError, QueueHealth, Queued, QueuedFacts, Settled, Tended,
+    AssignmentQueue, Dead, Depth, Lease, Published, QueueError, QueueHealth, Queued, QueuedFacts, Settled, StoreUse, Tended,
     store::MIN_FREE_BYTES,
 };
 use crate::ids::{Lane, TaskId};
@@ -40,6 +41,7 @@ mod judge;
 mod known;
 mod lease;
 mod link;
+mod look;
 pub mod migrate;
 mod monitor;
 mod names;
@@ -97,6 +99,8 @@ pub struct JetStreamQueue {
     /// The largest message that the server and the stream take.
     max_message: AtomicUsize,
     suspects: Mutex<stuck::Suspects>,
+    /// Of the stream, as the last look found it.
+    store_use: Mutex<Option<StoreUse>>,
 }
 
 impl JetStreamQueue {
@@ -127,6 +131,7 @@ impl JetStreamQueue {
             recheck: AtomicBool::new(true),
             max_message: AtomicUsize::new(usize::MAX),
             suspects: Mutex::default(),
+            store_use: Mutex::default(),
         })
     }
 
@@ -346,7 +351,7 @@ impl AssignmentQueue for JetStreamQueue {
     async fn tend(&self) -> Tended {
         self.look().await;
         self.drain().await;
-        Tended { outbox: self.outbox.len() as u64 }
+        Tended { outbox: self.outbox.len() as u64, store: *self.store_use.lock().unwrap_or_else(PoisonError::into_inner) }
     }
 
     async fn revive_stuck(&self) -> Result<u64, QueueError> {

@@ -16,7 +16,7 @@ use std::{
 use redb::{Builder, Database, Durability, ReadTransaction, ReadableDatabase, WriteTransaction};
 
 use super::{
-    QueueError, QueueHealth,
+    QueueError, QueueHealth, StoreUse,
     stored::{self, Failure, Step},
 };
 use crate::{failpoint, files};
@@ -164,6 +164,13 @@ impl Store {
         }
     }
 
+    /// The file may grow until as little is free as no job is taken with.
+    pub(super) fn used(&self) -> Option<StoreUse> {
+        let used = fs::metadata(&self.path).ok()?.len();
+        let free = free_bytes(self.path.parent()?).ok()?;
+        Some(StoreUse { used, limit: used.saturating_add(free.saturating_sub(self.min_free_bytes)) })
+    }
+
     fn is_open(&self) -> bool {
         self.open.read().unwrap_or_else(PoisonError::into_inner).database.is_some()
     }
@@ -177,6 +184,7 @@ impl Store {
             Some(Ok(value)) => return Ok(value),
             Some(Err(Failure::Refused(error))) => return Err(error),
             Some(Err(Failure::Row(what))) => damaged(&self.path, self.kind, &what),
+            Some(Err(Failure::Newer { found, known })) => newer(&self.path, found, known),
             Some(Err(Failure::Store(error))) => store_error(&self.path, self.kind, error),
             None => QueueError::Unavailable(format!("{} could not be opened again", self.path.display())),
         };
@@ -227,6 +235,7 @@ impl Store {
             }
             Err(Failure::Store(error)) => Err(store_error(&self.path, self.kind, error)),
             Err(Failure::Row(what)) => Err(damaged(&self.path, self.kind, &what)),
+            Err(Failure::Newer { found, known }) => Err(newer(&self.path, found, known)),
             Err(Failure::Refused(error)) => Err(error),
         }
     }
@@ -280,6 +289,7 @@ fn create_if_missing(path: &Path, kind: &Kind) -> Result<(), QueueError> {
         Ok(()) => {}
         Err(Failure::Store(error)) => return Err(store_error(&new, kind, error)),
         Err(Failure::Row(what)) => return Err(QueueError::Unavailable(what)),
+        Err(Failure::Newer { found, known }) => return Err(newer(&new, found, known)),
         Err(Failure::Refused(error)) => return Err(error),
     }
     database.close().map_err(|error| store_error(&new, kind, error.into()))?;
@@ -321,6 +331,15 @@ fn damaged(path: &Path, kind: &Kind, what: &str) -> QueueError {
     QueueError::Damaged(format!(
         "{path} cannot be trusted ({what}). {holds} If an older version of this program reads it, run that one. Else move it away \
          (mv {path} {path}.bad) and start again: {without}"
+    ))
+}
+
+/// Nothing of it was changed, so the program that wrote it goes on where it was.
+fn newer(path: &Path, found: u64, known: u64) -> QueueError {
+    QueueError::Newer(format!(
+        "{} has the layout {found}, which a newer version of this program has made; this one knows {known}. Run that version again; to go \
+         back for good, first let all jobs end under it, then move the file away",
+        path.display()
     ))
 }
 

@@ -13,6 +13,8 @@ pub(super) enum Failure {
     Store(redb::Error),
     /// What is stored makes no sense to this version.
     Row(String),
+    /// A newer version wrote it: the layout it has, and the newest that this version knows.
+    Newer { found: u64, known: u64 },
     /// The caller may not; nothing is wrong with the store.
     Refused(QueueError),
 }
@@ -47,6 +49,7 @@ pub(super) fn decode<T: DeserializeOwned>(version: u8, what: &str, bytes: &[u8])
 pub(super) fn check_schema(found: Option<u64>, wanted: u64, what: &str) -> Result<(), Failure> {
     match found {
         Some(schema) if schema == wanted => Ok(()),
+        Some(found) if found > wanted => Err(Failure::Newer { found, known: wanted }),
         Some(other) => Err(Failure::Row(format!("schema {other} is not {wanted}, the one of this program's version"))),
         None => Err(Failure::Row(format!("it is a database, but not {what}"))),
     }

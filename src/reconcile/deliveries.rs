@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     board::{Board, Standing, Told},
     metrics::Metrics,
-    queue::{AssignmentQueue, QueueHealth},
+    queue::{AssignmentQueue, QueueHealth, StoreUse},
 };
 
 /// Short, since a fetched job may wait for it: cheap while all is well.
@@ -42,6 +42,11 @@ pub async fn store_pass(queue: &dyn AssignmentQueue, metrics: &Metrics, board: &
     board.neighbour("queue", standing);
     let told = Told { saw: format!("{} assignment(s) not yet in the queue's store", tended.outbox), changed: None };
     board.pass("queue store", began.elapsed(), Ok(told));
+    if let Some(StoreUse { used, limit }) = tended.store {
+        let bytes = |bytes: u64| i64::try_from(bytes).unwrap_or(i64::MAX);
+        let _ = metrics.queue_store_used.set(bytes(used));
+        let _ = metrics.queue_store_limit.set(bytes(limit));
+    }
     let _ = metrics.queue_outbox.set(i64::try_from(tended.outbox).unwrap_or(i64::MAX));
 }
 

@@ -7,6 +7,7 @@ mod bench;
 mod checks;
 mod controller;
 mod crashes;
+mod doctor;
 mod limits;
 mod outbox;
 mod rights;

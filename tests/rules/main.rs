@@ -17,5 +17,6 @@ mod reasons;
 mod registration;
 mod reports;
 mod restarts;
+mod series;
 mod twice;
 mod world;

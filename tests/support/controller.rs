@@ -153,11 +153,15 @@ impl Controller {
         readiness(&self.http).await
     }
 
+    /// All of `/metrics`; `None` if nobody answers.
+    pub(crate) async fn metrics(&self) -> Option<String> {
+        let answer = self.http.send(Method::GET, "/metrics", &[], "".into()).await.ok()?;
+        answer.status.is_success().then(|| answer.text())
+    }
+
     /// The value of one series; `None` if it is not there, or nobody answers.
     pub(crate) async fn metric(&self, series: &str) -> Option<f64> {
-        let answer = self.http.send(Method::GET, "/metrics", &[], "".into()).await.ok()?;
-        let text = answer.text();
-        text.lines().find_map(|line| line.strip_prefix(&format!("gitea_dynamic_runner_{series} "))?.parse().ok())
+        self.metrics().await?.lines().find_map(|line| line.strip_prefix(&format!("gitea_dynamic_runner_{series} "))?.parse().ok())
     }
 
     /// Of the running controller.

@@ -75,6 +75,16 @@ impl RealGitea {
         text(&self.facts["registration_token"])
     }
 
+    /// For the REST API, as the administrator.
+    pub(crate) fn token(&self) -> &str {
+        text(&self.facts["token"])
+    }
+
+    /// Where it listens, whatever its ROOT_URL.
+    pub(crate) fn port(&self) -> u16 {
+        u16::try_from(self.facts["port"].as_u64().unwrap()).unwrap()
+    }
+
     fn folder(&self) -> &str {
         text(&self.facts["dir"])
     }

@@ -14,6 +14,8 @@ use std::{
 };
 
 pub(crate) mod controller;
+pub(crate) mod doctor;
+pub(crate) mod front;
 pub(crate) mod gitea;
 pub(crate) mod nats;
 pub(crate) mod official;

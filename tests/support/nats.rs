@@ -278,7 +278,7 @@ impl Admin {
 }
 
 /// A private authority, and a certificate of it for 127.0.0.1.
-fn certify(folder: &Path) {
+pub(crate) fn certify(folder: &Path) {
     use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
     let (key, mut params) = (KeyPair::generate().unwrap(), CertificateParams::default());
     params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);

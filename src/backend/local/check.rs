@@ -42,7 +42,7 @@ pub(super) fn config(config: &LocalConfig, layout: &Layout) -> Result<(), Backen
     if let Isolation::UidPerSlot { .. } = config.isolation {
         reachable(state)?;
     }
-    Ok(())
+    layout.refuse_newer()
 }
 
 /// What this process lacks to keep environments apart; a container's root often has not all of it.

@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::cgroup::CgroupDir;
 pub(super) use crate::files::Durable;
-use crate::{files, ids::EnvironmentName, process::ProcessIdentity};
+use crate::{backend::BackendError, files, ids::EnvironmentName, process::ProcessIdentity};
 
 /// The form of [`Record`]; a newer one is refused, not guessed at.
 pub(super) const RECORD_VERSION: u8 = 1;
@@ -126,6 +126,32 @@ impl Layout {
             Some(record) if record.name != name.as_str() => Err(unreadable(&path, "it is of another environment")),
             other => Ok(other),
         }
+    }
+
+    /// A newer version's environments are not ours to serve or to remove. Of such a record only its version is read.
+    pub(super) fn refuse_newer(&self) -> Result<(), BackendError> {
+        #[derive(Deserialize)]
+        struct Version {
+            version: u8,
+        }
+        let transient = |e: io::Error| BackendError::Transient(e.to_string());
+        for entry in fs::read_dir(self.environments()).map_err(transient)? {
+            let path = entry.map_err(transient)?.path();
+            if path.extension().is_none_or(|extension| extension != "json") {
+                continue;
+            }
+            // One that cannot be read is told where it is looked at.
+            if let Ok(Some(Version { version })) = read_json(&path)
+                && version > RECORD_VERSION
+            {
+                return Err(BackendError::Newer(format!(
+                    "the environment's record {} has the layout {version}, which a newer version of this program has made; this one knows \
+                     {RECORD_VERSION}. Run that version again; to go back for good, first let all jobs end under it",
+                    path.display()
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// Removes all files of an environment, also half written ones; its lock and its record last.

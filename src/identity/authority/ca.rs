@@ -81,18 +81,10 @@ impl Issuer {
         fs::set_permissions(dir, fs::Permissions::from_mode(0o700)).with_context(|| format!("close {}", dir.display()))?;
         let path = dir.join(FILE);
         let now = SystemTime::now();
-        let kept = match read(&path)? {
-            Some(text) => {
-                let kept = parse(text.expose(), trust_domain).with_context(|| {
-                    format!(
-                        "the CA file {} is damaged or foreign; put it back from a backup, or move it away to get a new CA (environments that run now lose their identity then)",
-                        path.display()
-                    )
-                })?;
-                (kept.signing.certificate.until > now).then_some(kept)
-            }
-            None => None,
-        };
+        if path.exists() {
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o600)).with_context(|| format!("close {}", path.display()))?;
+        }
+        let kept = kept_in(&path, trust_domain)?.filter(|kept| kept.signing.certificate.until > now);
         let fresh = kept.is_none();
         let kept = match kept {
             Some(kept) => kept,
@@ -358,12 +350,25 @@ fn ca_params(td: &TrustDomain, now: SystemTime, not_after: SystemTime, name: &st
     Ok(params)
 }
 
+fn kept_in(path: &Path, trust_domain: &TrustDomain) -> anyhow::Result<Option<Kept>> {
+    let Some(text) = read(path)? else { return Ok(None) };
+    let kept = parse(text.expose(), trust_domain).with_context(|| {
+        format!(
+            "the CA file {} is damaged or foreign; put it back from a backup, or move it away to get a new CA (environments that run now lose their identity then)",
+            path.display()
+        )
+    });
+    kept.map(Some)
+}
+
+/// Until when the CA that is kept in `dir` signs. Only looks.
+pub(super) fn look(dir: &Path, trust_domain: &TrustDomain) -> anyhow::Result<Option<SystemTime>> {
+    Ok(kept_in(&dir.join(FILE), trust_domain)?.map(|kept| kept.signing.certificate.until))
+}
+
 fn read(path: &Path) -> anyhow::Result<Option<Secret>> {
     match fs::read_to_string(path) {
-        Ok(text) => {
-            fs::set_permissions(path, fs::Permissions::from_mode(0o600)).with_context(|| format!("close {}", path.display()))?;
-            Ok(Some(Secret::new(text)))
-        }
+        Ok(text) => Ok(Some(Secret::new(text))),
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(e) => Err(e).with_context(|| format!("read the CA file {}; make it readable for this user", path.display())),
     }
