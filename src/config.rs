@@ -28,9 +28,11 @@ pub use self::read::{Reader, process_environment};
 pub const CREDENTIALS_FILE: &str = "private/credentials.json";
 
 /// Every setting, for the README's table (`tests/tidy.rs` compares).
-pub const VARIABLES: [&str; 47] = [
+pub const VARIABLES: [&str; 49] = [
     "GITEA_URL",
     "GITEA_CA_FILE",
+    "GITEA_API_TOKEN",
+    "GITEA_API_TOKEN_FILE",
     "GITEA_RUNNER_UUID",
     "GITEA_RUNNER_TOKEN",
     "GITEA_RUNNER_TOKEN_FILE",
@@ -104,6 +106,8 @@ pub struct GiteaConfig {
     pub ca_file: Option<PathBuf>,
     pub uuid: String,
     pub token: Secret,
+    /// May read jobs and runners, for the dashboard; not needed for anything else.
+    pub api_token: Option<Secret>,
 }
 
 impl GiteaConfig {
@@ -269,6 +273,7 @@ impl Config {
 fn read_gitea(read: &mut Reader, state_directory: &Path) -> GiteaConfig {
     let url = read.url("GITEA_URL");
     let ca_file = read.file("GITEA_CA_FILE");
+    let api_token = read.secret("GITEA_API_TOKEN");
     let (uuid, token) = (read.optional("GITEA_RUNNER_UUID"), read.secret("GITEA_RUNNER_TOKEN"));
     let (uuid, token) = match (uuid, token) {
         (Some(uuid), Some(token)) => (uuid, token),
@@ -298,7 +303,7 @@ fn read_gitea(read: &mut Reader, state_directory: &Path) -> GiteaConfig {
             (String::new(), Secret::new(""))
         }
     };
-    GiteaConfig { url, ca_file, uuid, token }
+    GiteaConfig { url, ca_file, uuid, token, api_token }
 }
 
 /// Without `--standalone` nothing is silently replaced by something smaller.

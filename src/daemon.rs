@@ -149,7 +149,12 @@ impl Daemon {
         let mut running = Running::default();
         let parts = Parts { core: &core, binder: Binder::Embedded(core.authority.clone()), begin: running.begin.clone() };
         let health = Health { scheduler: scheduler_status, serving: is_serving, stopping: running.begin.clone() };
-        running.serving("http", http::serve(http_listener, parts.http(health).router(), running.serve.clone()));
+        let (backlog, backlog_seen) = watch::channel(None);
+        let router = parts.http(health, backlog_seen).router();
+        running.serving("http", http::serve(http_listener, router, running.serve.clone()));
+        if let Some(backlog) = parts.backlog(backlog).map_err(RunError::Start)? {
+            running.beginning("backlog", backlog.run(running.begin.clone()));
+        }
         let (identity, reconcilers) = tokio::select! {
             started = parts.start() => started.map_err(RunError::Start)?,
             () = stop.cancelled() => return Ok(()),

@@ -19,6 +19,7 @@ use crate::{
     secret::Secret,
 };
 
+pub mod backlog;
 pub mod connect;
 mod error;
 pub mod look;

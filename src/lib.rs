@@ -30,6 +30,7 @@ pub mod mirror;
 pub mod queue;
 
 // Roles: what the controller does.
+pub mod backlog;
 pub mod facade;
 pub mod http;
 pub mod reconcile;

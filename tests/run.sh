@@ -7,6 +7,7 @@
 #       unit     everything that needs nothing but this machine
 #       gitea    stories against a real Gitea (two versions) and the official runner
 #       nats     the queue in JetStream, against a real nats-server
+#       browser  the dashboard in Chromium over a run of the demo, and the API against its OpenAPI document
 #       chaos    crashes at every failpoint, kills at random, and the fault matrix of docs/faults.md
 #
 # PEERS_DIR (default ~/.cache/gitea-dynamic-runner/peers) keeps the neighbours and tools that are built or downloaded: about ten
@@ -15,7 +16,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all_groups=(lint unit gitea nats chaos)
+all_groups=(lint unit gitea nats browser chaos)
 nextest_version=0.9.148
 deny_version=0.20.2
 shellcheck_version=0.11.0.1
@@ -23,6 +24,8 @@ gitea_version=1.27.3
 old_gitea_version=1.26.0
 runner_version=1.0.8
 nats_version=2.15.1
+playwright_version=1.65.1
+axe_version=4.14.1
 
 export PEERS_DIR=${PEERS_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/gitea-dynamic-runner/peers}
 mkdir -p "$PEERS_DIR"
@@ -118,6 +121,29 @@ prepare_nats() {
   [ -x "$tools/bin/nats-server" ] || die "cannot install nats-server $nats_version: put one into $tools/bin"
 }
 
+# Chromium is Debian's; what drives it and what checks the API are pinned and kept.
+prepare_browser() {
+  need_nextest
+  need node nodejs
+  need npm npm
+  need chromium chromium
+  local modules=$PEERS_DIR/browser python=$tools/schemathesis wanted
+  wanted="playwright-core@$playwright_version axe-core@$axe_version"
+  if [ "$(cat "$modules/.version" 2>/dev/null)" != "$wanted" ]; then
+    mkdir -p "$modules"
+    # shellcheck disable=SC2086  # two packages
+    step "fetching $wanted" npm install --silent --no-audit --no-fund --ignore-scripts --prefix "$modules" $wanted >&2 || die "cannot install $wanted"
+    echo "$wanted" >"$modules/.version"
+  fi
+  if ! cmp -s tests/window/requirements.txt "$python/.requirements"; then
+    rm -rf "$python"
+    python3 -m venv "$python" || die "python3 cannot make a virtual environment: install Debian's python3-venv"
+    step "fetching schemathesis" "$python/bin/pip" install --quiet --disable-pip-version-check --no-deps -r tests/window/requirements.txt >&2 ||
+      die "cannot install schemathesis"
+    cp tests/window/requirements.txt "$python/.requirements"
+  fi
+}
+
 prepare_chaos() {
   prepare_gitea
   prepare_nats
@@ -157,15 +183,16 @@ run_lint() {
 # Which tests a group has.
 gitea_tests='(binary(real_gitea) | test(/^real_gitea::/))'
 nats_tests='(binary(nats) | (binary(queue) & test(/^jetstream::/)))'
+browser_tests='(binary(window) & test(/^(api|browser)::/))'
 chaos_tests='binary(chaos)'
 # shellcheck disable=SC2034  # read by its name, below
-unit_tests="not ($gitea_tests | $nats_tests | $chaos_tests)"
+unit_tests="not ($gitea_tests | $nats_tests | $browser_tests | $chaos_tests)"
 
 # One run for all groups that are Rust tests, with nextest's summary as its last lines. All of them with the failpoints, which do
 # nothing unless a test names one: so everything is built once.
 run_nextest() {
   local group filter=''
-  for group in unit gitea nats chaos; do
+  for group in unit gitea nats browser chaos; do
     if has "$group"; then
       local tests=${group}_tests
       filter+="${filter:+ | }(${!tests})"

@@ -1,28 +1,36 @@
 //! What the operator's HTTP is made of: where the pages and answers get what they show.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
+
+use anyhow::Context as _;
+use tokio::sync::watch;
 
 use super::Parts;
 use crate::{
     backend::local::Isolation,
+    backlog::{self, Backlog},
     config::QueueConfig,
+    gitea::look::Web,
     health::Health,
     http::{
         Access, Api, Http,
-        view::{About, Operation, Source},
+        view::{self, About, Operation, Source, UnknownLabels},
     },
     ids::BackendKind,
 };
 
 impl Parts<'_> {
-    pub(super) fn http(&self, health: Health) -> Http {
+    pub(super) fn http(&self, health: Health, backlog: watch::Receiver<Option<backlog::Seen>>) -> Http {
         let (core, config) = (self.core, &self.core.config.http);
         let reasons = health.clone();
         let source = Source {
             mirror: core.mirror.clone(),
             claims: core.claims.clone(),
             board: core.board.clone(),
-            operation: Arc::new(move || operation(&health)),
+            operation: Arc::new(move || operation(&health, backlog.borrow().as_ref())),
             capacity: core.slots.iter().map(|(kind, slots)| (*kind, slots.capacity())).collect(),
             about: self.about(),
         };
@@ -37,6 +45,21 @@ impl Parts<'_> {
             },
             api: Api { source, queue: Arc::clone(&core.queue) },
         }
+    }
+
+    /// `None`: there is no token to look with.
+    pub(super) fn backlog(&self, seen: watch::Sender<Option<backlog::Seen>>) -> anyhow::Result<Option<Backlog>> {
+        let config = &self.core.config;
+        let Some(token) = config.gitea.api_token.clone() else { return Ok(None) };
+        let web = Web::towards(&config.proxies(), &config.gitea.url, config.gitea.ca_file.as_deref())
+            .context("make a client for Gitea's REST API")?;
+        let label = |kind: &BackendKind| match kind {
+            BackendKind::Pod => "pod".to_owned(),
+            BackendKind::Vm => config.vm_label.clone(),
+        };
+        let declared = self.core.slots.keys().map(label).chain(["self-hosted".to_owned()]).collect::<BTreeSet<_>>();
+        let url = config.gitea.url.trim_end_matches('/').to_owned();
+        Ok(Some(Backlog { web, url, token, declared, seen }))
     }
 
     fn about(&self) -> About {
@@ -65,13 +88,23 @@ impl Parts<'_> {
     }
 }
 
-fn operation(health: &Health) -> Operation {
+fn shown(seen: &backlog::Seen) -> view::Backlog {
+    let nobodys = seen.nobodys.iter().cloned();
+    view::Backlog {
+        queued: seen.queued.as_ref().ok().copied(),
+        as_of: Some(seen.at.into()),
+        nobodys: nobodys.map(|(labels, jobs, example)| UnknownLabels { labels, jobs, example }).collect(),
+        trouble: seen.queued.as_ref().err().cloned(),
+    }
+}
+
+fn operation(health: &Health, backlog: Option<&backlog::Seen>) -> Operation {
     Operation {
         reasons: health.reasons(),
         fetching: health.fetching(),
         declared: health.scheduler.borrow().declared.clone(),
         draining_since: None,
         leads: *health.serving.borrow(),
-        backlog: None,
+        backlog: backlog.map(shown),
     }
 }

@@ -117,7 +117,7 @@ fn config(forge: &Forge, state: &Path) -> anyhow::Result<Config> {
     let any = std::net::SocketAddr::from(([127, 0, 0, 1], 0));
     Ok(Config {
         queue: QueueConfig::Embedded,
-        gitea: GiteaConfig { url: forge.url(), ca_file: None, uuid, token },
+        gitea: GiteaConfig { url: forge.url(), ca_file: None, uuid, token, api_token: None },
         state_directory: state.to_owned(),
         pod: backend(BackendKind::Pod, POD_CAPACITY),
         vm: backend(BackendKind::Vm, 1),

@@ -13,7 +13,10 @@ use axum::{
     routing::get,
 };
 use serde::{Deserialize, Serialize};
-use utoipa::{IntoParams, OpenApi, ToSchema};
+use utoipa::{
+    IntoParams, Modify, OpenApi, ToSchema,
+    openapi::security::{Http, HttpAuthScheme, SecurityScheme},
+};
 
 use super::view::{Environment, JobDetails, JobList, Lane, Overview, Queue, Reconcilers, Source};
 use crate::{
@@ -59,9 +62,23 @@ pub(super) fn unknown() -> Response {
         license(name = "MIT OR Apache-2.0")
     ),
     paths(overview, jobs, job, environments, queue, reconcilers),
-    components(schemas(Problem))
+    components(schemas(Problem)),
+    modifiers(&Tokens),
+    security(("bearer" = []), ("basic" = []))
 )]
 struct Document;
+
+/// The token of READ_TOKEN_FILE or ADMIN_TOKEN_FILE, in either way.
+struct Tokens;
+
+impl Modify for Tokens {
+    fn modify(&self, openapi: &mut utoipa::openapi::OpenApi) {
+        let components = openapi.components.get_or_insert_default();
+        for (name, scheme) in [("bearer", HttpAuthScheme::Bearer), ("basic", HttpAuthScheme::Basic)] {
+            components.add_security_scheme(name, SecurityScheme::Http(Http::new(scheme)));
+        }
+    }
+}
 
 /// As it is served, for whoever makes a client.
 pub fn document() -> utoipa::openapi::OpenApi {

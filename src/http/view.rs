@@ -75,9 +75,9 @@ impl Moment {
         Self(ms_of(SystemTime::now()))
     }
 
-    /// How long it was ago then.
+    /// How long it was ago then, to the second.
     pub fn ago(&self, now: &Moment) -> String {
-        words::span(now.0.saturating_sub(self.0))
+        words::span(now.0.saturating_sub(self.0) / 1000 * 1000)
     }
 
     pub fn rfc(self) -> String {

@@ -164,6 +164,11 @@ impl Controller {
         self.metrics().await?.lines().find_map(|line| line.strip_prefix(&format!("gitea_dynamic_runner_{series} "))?.parse().ok())
     }
 
+    /// Where its pages and answers are.
+    pub(crate) fn http_url(&self) -> String {
+        format!("http://{}", self.settings["HTTP_LISTEN"])
+    }
+
     /// Of the running controller.
     pub(crate) fn pid(&self) -> u32 {
         self.child.as_ref().unwrap().id()

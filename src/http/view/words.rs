@@ -69,10 +69,7 @@ fn why_waiting(job: &Job, around: &Around<'_>) -> String {
         return "no backend serves its runs-on; it is failed with the reason in its log".into();
     }
     if let Some(since) = around.operation.draining_since {
-        return format!(
-            "draining: nothing new is started, since {} ago",
-            span(around.now.0.saturating_sub(Moment::from(since).0))
-        );
+        return format!("draining for {}: nothing new is started", Moment::from(since).ago(&around.now));
     }
     let again = match (&job.reason, job.attempts) {
         (Some(reason), 0) => format!("; made again: {reason}"),
@@ -83,8 +80,8 @@ fn why_waiting(job: &Job, around: &Around<'_>) -> String {
         return format!("no backend of this controller takes {} jobs now{again}", job.lane);
     };
     if let ("trouble", Some(trouble)) = (backend.standing.state, &backend.standing.last_trouble) {
-        let since = backend.standing.since.map_or_else(|| "unknown".into(), |since| span(around.now.0.saturating_sub(since.0)));
-        return format!("the {} backend is down since {since} ago: {}{again}", backend.backend, trouble.what);
+        let since = backend.standing.since.map_or_else(|| "an unknown time".into(), |since| since.ago(&around.now));
+        return format!("the {} backend has been down for {since}: {}{again}", backend.backend, trouble.what);
     }
     if !around.operation.leads {
         return format!("this process does not lead yet{again}");
@@ -101,7 +98,7 @@ fn why_waiting(job: &Job, around: &Around<'_>) -> String {
 
 fn why_starting(job: &Job, around: &Around<'_>) -> String {
     let again = if job.attempts > 0 { format!("retry {} of 3: ", job.attempts + 1) } else { String::new() };
-    let since = |at: Option<u64>| at.map_or_else(String::new, |at| format!(" ({})", span(around.now.0.saturating_sub(at))));
+    let since = |at: Option<u64>| at.map_or_else(String::new, |at| format!(" ({})", Moment(at).ago(&around.now)));
     match (&job.environment, job.times.identity) {
         (None, _) => format!("{again}creating its environment{}", since(job.times.slot)),
         (Some(_), None) => format!("{again}identity pending{}", since(job.times.created)),
@@ -158,8 +155,7 @@ fn jobs(backends: &[Backend], now: Moment) -> String {
         told.push(format!("{starting} starting"));
     }
     for backend in backends.iter().filter(|b| b.waiting.is_some_and(|n| n > 0)) {
-        let oldest =
-            backend.oldest_waiting.map_or_else(String::new, |at| format!(" (oldest {})", span(now.0.saturating_sub(at.0))));
+        let oldest = backend.oldest_waiting.map_or_else(String::new, |at| format!(" (oldest {})", at.ago(&now)));
         told.push(format!("{} waiting for {}{oldest}", backend.waiting.unwrap_or(0), article(&backend.backend)));
     }
     if backends.iter().all(|b| b.waiting == Some(0)) {
