@@ -82,7 +82,7 @@ impl Maker<'_> {
             uid: None,
             created_ms: now,
             deadline_ms,
-            boot,
+            boot: boot.clone(),
             unit: matches!(self.config.keepers, Keepers::Units { .. }).then(|| unit::name(&spec.name)),
         };
         let command = self.config.executor.iter().map(|part| text(Path::new(part))).collect::<Result<_, _>>()?;
@@ -95,6 +95,7 @@ impl Maker<'_> {
             mode: Mode::Unisolated,
             cgroups: self.cgroups.of(spec.name.as_str()),
             tasks: self.config.limits.tasks,
+            boot,
             deadline_ms,
             grace_ms: u64::try_from(self.config.grace.as_millis()).unwrap_or(u64::MAX),
         };
