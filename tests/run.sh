@@ -139,6 +139,7 @@ prepare_systemd() {
   need systemd-nspawn systemd-container
   need dpkg-deb dpkg
   need podman podman
+  need runc runc
   need buildah buildah
   need musl-gcc musl-tools
   prepare_system

@@ -113,9 +113,9 @@ impl Machine {
     /// Builds the package of the program under test and installs it.
     pub(crate) fn install(&self, version: &str) -> String {
         let package = build_package(self.scratch(), version);
-        let inside = self.root().join("root/package.deb");
+        let inside = self.root().join("mnt/package.deb");
         fs::copy(package, &inside).unwrap();
-        let said = self.run(&["dpkg", "--install", "/root/package.deb"]);
+        let said = self.run(&["dpkg", "--install", "/mnt/package.deb"]);
         fs::remove_file(inside).unwrap();
         said
     }
@@ -131,11 +131,11 @@ impl Machine {
             self.http
         ));
         fs::write(settings, lines).unwrap();
-        fs::write(self.root().join("root/token"), gitea.registration_token()).unwrap();
+        fs::write(self.root().join("mnt/token"), gitea.registration_token()).unwrap();
         // As the package says after its installation.
-        let register = "set -a; . /etc/gitea-dynamic-runner/env; STATE_DIRECTORY=/var/lib/gitea-dynamic-runner gitea-dynamic-runner register --token-file /root/token";
+        let register = "set -a; . /etc/gitea-dynamic-runner/env; STATE_DIRECTORY=/var/lib/gitea-dynamic-runner gitea-dynamic-runner register --token-file /mnt/token";
         self.run(&["sh", "-c", register]);
-        fs::remove_file(self.root().join("root/token")).unwrap();
+        fs::remove_file(self.root().join("mnt/token")).unwrap();
     }
 
     /// A drop-in for the unit; an empty text removes it.
