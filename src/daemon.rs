@@ -12,7 +12,7 @@ use crate::{
     assignment::seal::SealKeys,
     backend::{
         Backend,
-        local::{Isolation, LocalBackend, LocalConfig},
+        local::{Isolation, Keepers, LocalBackend, LocalConfig},
     },
     board::Board,
     claims::Claims,
@@ -36,6 +36,7 @@ use crate::{
     supervise::EndedEarly,
 };
 
+mod notify;
 mod parts;
 mod running;
 mod start;
@@ -149,6 +150,7 @@ impl Daemon {
         let mut running = Running::default();
         let parts = Parts { core: &core, binder: Binder::Embedded(core.authority.clone()), begin: running.begin.clone() };
         let health = Health { scheduler: scheduler_status, serving: is_serving, stopping: running.begin.clone() };
+        let told = notify::tell(health.clone(), running.pulses.clone());
         let (backlog, backlog_seen) = watch::channel(None);
         let router = parts.http(health, backlog_seen).router();
         running.serving("http", http::serve(http_listener, router, running.serve.clone()));
@@ -165,6 +167,7 @@ impl Daemon {
         tracing::info!(version = env!("CARGO_PKG_VERSION"), "controller runs");
         let ended = running.watch(&stop).await;
         tracing::info!("stopping: nothing new is begun; running environments go on");
+        drop(told);
         running.end(&core.authority).await;
         core.mirror.close().await;
         match ended {
@@ -215,5 +218,6 @@ fn local_backend(config: &Config, backend: &BackendConfig, tools: &Tools) -> any
     local.path.clone_from(path);
     local.proxy.clone_from(proxy);
     local.fork_prs = *fork_prs;
+    local.keepers = Keepers::here();
     Ok(Arc::new(LocalBackend::new(local)?))
 }

@@ -8,6 +8,7 @@
 #       gitea    stories against a real Gitea (two versions) and the official runner
 #       nats     the queue in JetStream, against a real nats-server
 #       browser  the dashboard in Chromium over a run of the demo, and the API against its OpenAPI document
+#       systemd  the package under a real systemd, which boots in a container, and the container image (needs root)
 #       chaos    crashes at every failpoint, kills at random, and the fault matrix of docs/faults.md
 #
 # PEERS_DIR (default ~/.cache/gitea-dynamic-runner/peers) keeps the neighbours and tools that are built or downloaded: about ten
@@ -16,7 +17,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-all_groups=(lint unit gitea nats browser chaos)
+all_groups=(lint unit gitea nats browser systemd chaos)
 nextest_version=0.9.148
 deny_version=0.20.2
 shellcheck_version=0.11.0.1
@@ -144,6 +145,37 @@ prepare_browser() {
   fi
 }
 
+# The whole system for containers: systemd, and what jobs need. From the machine's own mirror, once.
+prepare_system() {
+  local root=$PEERS_DIR/systemd/root mirror
+  [ -x "$root/usr/bin/systemctl" ] && return 0
+  need debootstrap debootstrap
+  mirror=$(sed -n 's/^URIs: *//p; s/^deb \(\[[^]]*\] \)\{0,1\}\(http[^ ]*\) .*/\2/p' /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/null | head -1)
+  rm -rf "$root" "$root.new"
+  mkdir -p "$PEERS_DIR/systemd"
+  step "a Debian with systemd" debootstrap --variant=minbase --include=systemd,systemd-sysv,dbus,git,nodejs,ca-certificates bookworm "$root.new" \
+    "${mirror:-http://deb.debian.org/debian}" >&2 || die "debootstrap failed"
+  rm -rf "$root.new/var/cache/apt/archives"/*.deb
+  mv "$root.new" "$root"
+}
+
+prepare_systemd() {
+  [ "$(id -u)" = 0 ] || die "the group systemd boots a container, which needs root"
+  prepare_gitea
+  need systemd-nspawn systemd-container
+  need dpkg-deb dpkg
+  need podman podman
+  need runc runc
+  need buildah buildah
+  need musl-gcc musl-tools
+  prepare_system
+  # The static program of the image; the tests' own build is not static. Where rustup is missing, the target must be there already.
+  local target
+  target=$(uname -m)-unknown-linux-musl
+  if command -v rustup >/dev/null; then rustup target add "$target" >&2; fi
+  step "the static program" cargo build --locked --release --quiet --target "$target" || die "the static program needs Rust's target $target"
+}
+
 prepare_chaos() {
   prepare_gitea
   prepare_nats
@@ -151,7 +183,7 @@ prepare_chaos() {
   need faketime faketime
 }
 
-shell_scripts() { git ls-files '*.sh' .ci/run; }
+shell_scripts() { git ls-files '*.sh' .ci/run packaging/deb/p*; }
 
 check_shell() {
   local script
@@ -185,14 +217,15 @@ gitea_tests='(binary(real_gitea) | test(/^real_gitea::/))'
 nats_tests='(binary(nats) | (binary(queue) & test(/^jetstream::/)))'
 browser_tests='(binary(window) & test(/^(api|browser)::/))'
 chaos_tests='binary(chaos)'
+systemd_tests='binary(systemd)'
 # shellcheck disable=SC2034  # read by its name, below
-unit_tests="not ($gitea_tests | $nats_tests | $browser_tests | $chaos_tests)"
+unit_tests="not ($gitea_tests | $nats_tests | $browser_tests | $systemd_tests | $chaos_tests)"
 
 # One run for all groups that are Rust tests, with nextest's summary as its last lines. All of them with the failpoints, which do
 # nothing unless a test names one: so everything is built once.
 run_nextest() {
   local group filter=''
-  for group in unit gitea nats browser chaos; do
+  for group in unit gitea nats browser systemd chaos; do
     if has "$group"; then
       local tests=${group}_tests
       filter+="${filter:+ | }(${!tests})"

@@ -1,7 +1,7 @@
 //! Environments as processes of this machine, each kept by a process of its own that outlives the controller.
 //!
 //! As root every environment has its own uid, PID and mount namespace; without root it has none of that (`LOCAL_UNISOLATED=1`). The controller writes the
-//! record (`state`), starts a `keeper`, which starts an `init`, which runs the executor; `end` removes. The Workload API socket, whose path is told here,
+//! record (`state`), starts a `keeper` or has systemd start it (`unit`), which starts an `init`, which runs the executor; `end` removes. The Workload API socket, whose path is told here,
 //! is made by whoever serves identities.
 
 use std::{
@@ -35,8 +35,9 @@ mod make;
 mod order;
 mod remove;
 mod state;
+mod unit;
 
-pub use self::{cgroup::Limits, init::init_main, keeper::keeper_main};
+pub use self::{cgroup::Limits, init::init_main, keeper::keeper_main, unit::Keepers};
 
 /// An environment that has no keeper after this long never gets one.
 pub(crate) const CREATE_LIMIT: Duration = Duration::from_secs(60);
@@ -71,6 +72,7 @@ pub struct LocalConfig {
     /// `METADATA_PREFIX`, without the slash.
     pub metadata_prefix: String,
     pub isolation: Isolation,
+    pub keepers: Keepers,
     /// A binary that answers to `local-keeper` and `local-init`. The default, `/proc/self/exe`, is this one even if it was replaced on disk.
     pub self_exe: PathBuf,
     /// The executor's command; the default is `executor` of this binary.
@@ -104,7 +106,7 @@ pub enum WithoutIsolation {
 impl Isolation {
     /// The best that this process can do, or the text that says the way out. Where isolation is possible it is never given up.
     pub fn choose(without: WithoutIsolation, base: u32) -> Result<Self, String> {
-        match (check::missing_right(), without) {
+        match (check::missing_right(&Keepers::here()), without) {
             (None, _) => Ok(Isolation::UidPerSlot { base }),
             (Some(_), WithoutIsolation::Accepted) => Ok(Isolation::Unisolated),
             (Some(right), WithoutIsolation::Refused) => Err(format!(
@@ -124,6 +126,7 @@ impl LocalConfig {
             state_directory,
             metadata_prefix: metadata::PREFIX.to_owned(),
             isolation,
+            keepers: Keepers::Children,
             executor: vec![self_exe.clone().into(), "executor".into()],
             self_exe,
             path: "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin".to_owned(),
@@ -142,8 +145,14 @@ impl LocalBackend {
     pub fn new(config: LocalConfig) -> Result<Self, BackendError> {
         let layout = Layout { state: config.state_directory.clone() };
         check::config(&config, &layout)?;
-        let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        let mut cgroups = CgroupPlan::make(&config.cgroup_root, &own, &config.limits);
+        let mut cgroups = match config.keepers {
+            Keepers::Children => {
+                let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+                CgroupPlan::make(&config.cgroup_root, &own, &config.limits)
+            }
+            // Its unit is its group, and holds the limits.
+            Keepers::Units { .. } => CgroupPlan::default(),
+        };
         match config.isolation {
             // A uid of its own has a limit of its own.
             Isolation::UidPerSlot { .. } => cgroups.unlimited.retain(|what| *what != cgroup::TASKS),
@@ -222,7 +231,7 @@ impl Backend for LocalBackend {
         let order = make::Maker { config: &self.config, layout: &self.layout, cgroups: &self.cgroups }.plan(spec)?;
         let Prepared { ensured, order } = blocking(move || make::prepare(order)).await?;
         if let Some(order) = order
-            && let Err(error) = make::start(&self.config.self_exe, order, &self.changed).await
+            && let Err(error) = make::start(&self.config, &spec.name, order, &self.changed).await
         {
             // Only a keeper runs jobs, and none came up; one that did come up has the lock and is seen by the look below.
             tracing::warn!(executor = %spec.name, error = format!("{error:#}"), "cannot start the environment's keeper");

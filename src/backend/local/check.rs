@@ -2,7 +2,7 @@
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
-use super::{Isolation, LocalConfig, state::Layout};
+use super::{Isolation, Keepers, LocalConfig, state::Layout};
 use crate::{
     backend::BackendError,
     ids::{EnvironmentName, Nonce, TaskId},
@@ -18,7 +18,8 @@ pub(super) fn config(config: &LocalConfig, layout: &Layout) -> Result<(), Backen
         return fault(format!("STATE_DIRECTORY {} must be an absolute path in UTF-8", state.display()));
     }
     let name = EnvironmentName::new(&config.instance, TaskId(i64::MAX), &Nonce::random());
-    let socket = layout.socket(&name);
+    // The longest of our sockets.
+    let socket = layout.order_socket(&name);
     if socket.as_os_str().len() > MAX_SOCKET_PATH {
         let room = MAX_SOCKET_PATH - (socket.as_os_str().len() - state.as_os_str().len()).min(MAX_SOCKET_PATH);
         return fault(format!("STATE_DIRECTORY {} is too long for a socket below it: at most {room} bytes", state.display()));
@@ -27,7 +28,7 @@ pub(super) fn config(config: &LocalConfig, layout: &Layout) -> Result<(), Backen
         return fault("the executor's command is empty".into());
     }
     if let Isolation::UidPerSlot { base } = config.isolation {
-        if let Some(right) = missing_right() {
+        if let Some(right) = missing_right(&config.keepers) {
             return fault(format!(
                 "giving every job a uid and namespaces of its own needs {right}: start as root with it, or set LOCAL_UNISOLATED=1"
             ));
@@ -46,17 +47,22 @@ pub(super) fn config(config: &LocalConfig, layout: &Layout) -> Result<(), Backen
 }
 
 /// What this process lacks to keep environments apart; a container's root often has not all of it.
-pub(super) fn missing_right() -> Option<&'static str> {
+pub(super) fn missing_right(keepers: &Keepers) -> Option<&'static str> {
     // capabilities(7): the bit numbers.
-    const NEEDED: [(u32, &str); 6] =
-        [(0, "CAP_CHOWN"), (1, "CAP_DAC_OVERRIDE"), (5, "CAP_KILL"), (6, "CAP_SETGID"), (7, "CAP_SETUID"), (21, "CAP_SYS_ADMIN")];
+    const TO_LOOK_AFTER: [(u32, &str); 3] = [(0, "CAP_CHOWN"), (1, "CAP_DAC_OVERRIDE"), (5, "CAP_KILL")];
+    const TO_MAKE: [(u32, &str); 3] = [(6, "CAP_SETGID"), (7, "CAP_SETUID"), (21, "CAP_SYS_ADMIN")];
+    let to_make: &[_] = match keepers {
+        Keepers::Children => &TO_MAKE,
+        // Systemd makes them, with rights of its own.
+        Keepers::Units { .. } => &[],
+    };
     if !nix::unistd::geteuid().is_root() {
         return Some("root");
     }
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:")).map(str::trim).unwrap_or_default();
     let effective = u64::from_str_radix(effective, 16).unwrap_or(0);
-    NEEDED.iter().find(|(bit, _)| effective >> bit & 1 == 0).map(|(_, name)| *name)
+    TO_LOOK_AFTER.iter().chain(to_make).find(|(bit, _)| effective >> bit & 1 == 0).map(|(_, name)| *name)
 }
 
 /// A job's user must pass through every folder above its own.

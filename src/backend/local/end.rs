@@ -17,6 +17,7 @@ use super::{
     cgroup,
     remove::{Removed, remove_tree},
     state::{self, Durable, KeeperRecord, Layout, Record, Status},
+    unit,
 };
 use crate::{
     backend::Gone,
@@ -48,6 +49,7 @@ pub(super) fn end(layout: &Layout, name: &EnvironmentName, claimed: bool) -> io:
     }
     failpoint::reached("local.emptied");
     state::unlink(&layout.socket(name))?;
+    state::unlink(&layout.order_socket(name))?;
     if claimed {
         state::unlink(&layout.log(name))?;
     }
@@ -75,6 +77,13 @@ fn halted(layout: &Layout, name: &EnvironmentName, record: &Record, until: Insta
     let init = keeper.as_ref().and_then(|keeper| keeper.init.as_ref());
     let gone = wait_for(until, || Ok((is_gone(init)? && nobody_left(layout, name, record, keeper.as_ref())?).then_some(())))?;
     if gone.is_none() {
+        return Ok(None);
+    }
+    // Its unit ended with its keeper. One that was asked for and has not begun yet is stopped here.
+    if this_boot
+        && let Some(unit) = &record.unit
+        && !unit::ensure_stopped(unit, until)?
+    {
         return Ok(None);
     }
     if this_boot && !layout.status(name).exists() {

@@ -25,7 +25,7 @@ use nix::{
         signalfd::{SfdFlags, SignalFd},
         stat::{Mode as FileMode, fstat, umask},
     },
-    unistd::setsid,
+    unistd::{getpid, getsid, setsid},
 };
 
 use super::{
@@ -47,7 +47,11 @@ const LONGEST_WAIT: Duration = Duration::from_secs(30);
 pub fn keeper_main(_args: Vec<std::ffi::OsString>) -> ExitCode {
     let controller = match prepare() {
         Ok(controller) => controller,
-        Err(_) => return ExitCode::FAILURE,
+        Err(error) => {
+            // Read by nobody, unless systemd started us: then it is in the journal.
+            writeln!(io::stderr(), "the keeper of an environment could not begin: {error:#}").ok();
+            return ExitCode::FAILURE;
+        }
     };
     match keep(&controller) {
         Ok(()) => ExitCode::SUCCESS,
@@ -65,8 +69,10 @@ fn prepare() -> Result<UnixStream> {
     close_fds::set_fds_cloexec_threadsafe(3, &[]);
     crate::process::harden()?;
     umask(FileMode::from_bits_truncate(0o077));
-    // Of a session of its own: what is sent to the controller's group or terminal does not reach the environment.
-    setsid()?;
+    // Of a session of its own: what is sent to the controller's group or terminal does not reach the environment. Systemd has made one.
+    if getsid(None)? != getpid() {
+        setsid().context("leave the controller's session")?;
+    }
     Ok(order::stdin_socket()?)
 }
 
@@ -79,7 +85,8 @@ fn keep(controller: &UnixStream) -> Result<()> {
     let name: EnvironmentName = order.name.parse()?;
     let layout = Layout { state: order.state.clone() };
     let Some(_lock) = take(&layout, &name)? else { bail!("this environment has its keeper already, or is gone") };
-    let mut record = KeeperRecord { keeper: ProcessIdentity::own()?, init: None, started: false, cgroups: order.cgroups.clone() };
+    let own = ProcessIdentity { boot: order.boot.clone(), ..ProcessIdentity::own()? };
+    let mut record = KeeperRecord { keeper: own, init: None, started: false, cgroups: order.cgroups.clone() };
     state::write_json(&layout.keeper(&name), &record, Durable::Boot).context("record the keeper")?;
     // From here on the environment has one keeper, for good; whatever happens, its end is written down.
     let text = match Running::start(&order, &line, &layout, &name, &mut record) {
@@ -136,7 +143,7 @@ impl Running {
         command.arg("local-init").env_clear().stdin(Stdio::from(OwnedFd::from(theirs))).stdout(input.try_clone()?).stderr(input);
         let init = command.spawn().context("start the environment's init")?;
         drop(command);
-        record.init = ProcessIdentity::of(init.id())?;
+        record.init = ProcessIdentity::of(init.id())?.map(|own| ProcessIdentity { boot: order.boot.clone(), ..own });
         let (layout, name) = (layout.clone(), name.clone());
         let mut running =
             Self { init, socket, output, log, logged: 0, started: false, stop_asked: false, said_all: false, layout, name };

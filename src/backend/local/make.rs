@@ -26,6 +26,7 @@ use super::{
     look,
     order::{Mode, Order},
     state::{self, Durable, Layout, RECORD_VERSION, Record},
+    unit::{self, Keepers, Unit},
 };
 use crate::{
     backend::{BackendError, Ensured, EnvironmentSpec},
@@ -81,7 +82,8 @@ impl Maker<'_> {
             uid: None,
             created_ms: now,
             deadline_ms,
-            boot,
+            boot: boot.clone(),
+            unit: matches!(self.config.keepers, Keepers::Units { .. }).then(|| unit::name(&spec.name)),
         };
         let command = self.config.executor.iter().map(|part| text(Path::new(part))).collect::<Result<_, _>>()?;
         let order = Order {
@@ -93,6 +95,7 @@ impl Maker<'_> {
             mode: Mode::Unisolated,
             cgroups: self.cgroups.of(spec.name.as_str()),
             tasks: self.config.limits.tasks,
+            boot,
             deadline_ms,
             grace_ms: u64::try_from(self.config.grace.as_millis()).unwrap_or(u64::MAX),
         };
@@ -264,23 +267,17 @@ fn make_folders(folder: &Path, uid: Option<u32>) -> io::Result<()> {
 }
 
 /// Starts a keeper and waits until the executor runs or has failed to.
-pub(super) async fn start(self_exe: &Path, order: Order, changed: &Arc<Notify>) -> Result<()> {
-    let (ours, theirs) = UnixStream::pair()?;
-    let mut command = tokio::process::Command::new(self_exe);
-    command.arg("local-keeper").env_clear().current_dir("/");
-    command.stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs))).stdout(Stdio::null()).stderr(Stdio::null());
-    let mut keeper = command.spawn().with_context(|| format!("start {}", self_exe.display()))?;
+///
+/// We may die in between: a keeper without an order ends by itself (its socket ends with us), and with it its unit if it has one.
+pub(super) async fn start(config: &LocalConfig, name: &EnvironmentName, order: Order, changed: &Arc<Notify>) -> Result<()> {
+    let mut socket = match &config.keepers {
+        Keepers::Children => start_child(&config.self_exe, changed)?,
+        Keepers::Units { service } => {
+            let unit = Unit { name: &unit::name(name), service, self_exe: &config.self_exe, limits: &config.limits };
+            unit.start(&Layout { state: config.state_directory.clone() }, name).await?
+        }
+    };
     failpoint::reached("local.kept");
-    // The command holds the keeper's end of the socket; without it the keeper's death can be seen.
-    drop(command);
-    let changed = changed.clone();
-    tokio::spawn(async move {
-        // Reaps it. How it ended stands in its status file.
-        keeper.wait().await.ok();
-        changed.notify_one();
-    });
-    ours.set_nonblocking(true)?;
-    let mut socket = tokio::net::UnixStream::from_std(ours)?;
     let line = order.line()?;
     drop(order);
     timeout(START_LIMIT, async {
@@ -292,6 +289,25 @@ pub(super) async fn start(self_exe: &Path, order: Order, changed: &Arc<Notify>) 
     })
     .await
     .context("the keeper does not answer")?
+}
+
+/// Our end of the socket that the keeper has as its stdin.
+fn start_child(self_exe: &Path, changed: &Arc<Notify>) -> Result<tokio::net::UnixStream> {
+    let (ours, theirs) = UnixStream::pair()?;
+    let mut command = tokio::process::Command::new(self_exe);
+    command.arg("local-keeper").env_clear().current_dir("/");
+    command.stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs))).stdout(Stdio::null()).stderr(Stdio::null());
+    let mut keeper = command.spawn().with_context(|| format!("start {}", self_exe.display()))?;
+    // The command holds the keeper's end of the socket; without it the keeper's death can be seen.
+    drop(command);
+    let changed = changed.clone();
+    tokio::spawn(async move {
+        // Reaps it. How it ended stands in its status file.
+        keeper.wait().await.ok();
+        changed.notify_one();
+    });
+    ours.set_nonblocking(true)?;
+    Ok(tokio::net::UnixStream::from_std(ours)?)
 }
 
 fn text(path: &Path) -> Result<String, BackendError> {

@@ -29,6 +29,8 @@ pub(super) struct Order {
     pub(super) mode: Mode,
     pub(super) cgroups: Vec<CgroupDir>,
     pub(super) tasks: u64,
+    /// The boot id as the controller sees it. In a container a keeper that systemd started may see another one in its mounts.
+    pub(super) boot: String,
     /// Unix milliseconds.
     pub(super) deadline_ms: u64,
     /// Milliseconds from the deadline to the end by force.

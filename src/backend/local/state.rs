@@ -42,6 +42,9 @@ pub(super) struct Record {
     pub(super) deadline_ms: u64,
     /// The boot that it was made in: no process outlives it.
     pub(super) boot: String,
+    /// The systemd unit in which its keeper was started, or was about to be.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) unit: Option<String>,
 }
 
 /// `<name>.keeper`: who keeps the environment. Only its keeper writes it, holding `<name>.lock`.
@@ -98,6 +101,11 @@ impl Layout {
     pub(super) fn socket(&self, name: &EnvironmentName) -> PathBuf {
         let short = name.parts().map(|(_, _, nonce)| nonce.to_string()).unwrap_or_else(|| name.to_string());
         self.state.join("sock").join(format!("{short}.sock"))
+    }
+
+    /// Where a keeper that systemd starts is given its order. Nobody but root gets into that folder.
+    pub(super) fn order_socket(&self, name: &EnvironmentName) -> PathBuf {
+        self.state.join("private").join(self.socket(name).file_name().unwrap_or_default())
     }
 
     /// Makes the folders, each with its exact mode.
