@@ -35,6 +35,8 @@ impl Health {
                     reasons.push(format!("gitea: no answer for {} s", age.as_secs()));
                 }
             }
+            // A wanted state is no fault (decision 20).
+            FetchState::Draining => {}
             FetchState::Starting => reasons.push("gitea: not asked yet".to_owned()),
             FetchState::Held(why) => reasons.push(format!("scheduler: holds back: {why}")),
             FetchState::Failing(why) => reasons.push(format!("gitea: {why}")),
