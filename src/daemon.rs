@@ -17,6 +17,7 @@ use crate::{
     board::Board,
     claims::Claims,
     config::{BackendConfig, Config, GiteaConfig, LocalSettings, QueueConfig, tools::Tools},
+    drain::Drain,
     gitea::RunnerRpc,
     health::Health,
     http,
@@ -61,6 +62,7 @@ struct Core {
     pass: LeaderPass,
     keys: SealKeys,
     claims: Claims,
+    drain: Drain,
     leases: Leases,
     authority: Authority,
     backends: HashMap<BackendKind, Arc<dyn Backend>>,
@@ -94,6 +96,7 @@ impl Daemon {
         let (queue, pass) = open_queue(&config.queue, &state.private).await.context("open queue")?;
         let keys = state.seal_keys(config.keys.seal.as_deref()).context("read seal key")?;
         let claims = Claims::new(state.capability_key(config.keys.capability.as_deref()).context("read capability key")?);
+        let drain = Drain::open(&state.private).context("read whether to drain")?;
         let credentials = Some((config.gitea.uuid.as_str(), &config.gitea.token));
         let GiteaConfig { url, ca_file, .. } = &config.gitea;
         let rpc =
@@ -125,6 +128,7 @@ impl Daemon {
             pass,
             keys,
             claims,
+            drain,
             leases,
             authority,
             backends,
@@ -149,7 +153,11 @@ impl Daemon {
         let mut running = Running::default();
         let parts = Parts { core: &core, binder: Binder::Embedded(core.authority.clone()), begin: running.begin.clone() };
         let health = Health { scheduler: scheduler_status, serving: is_serving, stopping: running.begin.clone() };
-        running.serving("http", http::serve(http_listener, parts.http(health).router(), running.serve.clone()));
+        let (router, metrics) = (parts.http(health).router(), core.metrics.clone());
+        running.serving("http", http::serve(http_listener, router, metrics, running.serve.clone()));
+        if core.drain.since().is_some() {
+            tracing::warn!("draining, as was asked before this start: nothing new is fetched or started until `drain --undo`");
+        }
         let (identity, reconcilers) = tokio::select! {
             started = parts.start() => started.map_err(RunError::Start)?,
             () = stop.cancelled() => return Ok(()),

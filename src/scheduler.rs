@@ -100,6 +100,10 @@ impl Scheduler {
     /// Runs until `stop`; then the questions in flight are still answered and stored.
     pub async fn run(self, stop: CancellationToken, pass: LeaderPass) {
         let this = Arc::new(self);
+        if this.drain.since().is_some() {
+            // Ready, though Gitea may be away: a drain is often for its sake.
+            this.say(FetchState::Draining);
+        }
         this.probe_lost_fetches(&stop, &pass).await;
         let versions = Arc::new(TasksVersion::default());
         let mut turn = Turn::new();
@@ -303,7 +307,7 @@ impl Scheduler {
         match &state {
             FetchState::Asking => self.board.neighbour("gitea", Standing::Fine),
             FetchState::Failing(why) | FetchState::Parked(why) => self.board.neighbour("gitea", Standing::Trouble(why.clone())),
-            FetchState::Starting | FetchState::Held(_) => {}
+            FetchState::Starting | FetchState::Held(_) | FetchState::Draining => {}
         }
         self.status.send_if_modified(|status| {
             status.last_answer = if state == FetchState::Asking { Some(SystemTime::now()) } else { status.last_answer };

@@ -59,12 +59,12 @@ pub struct Waiting {
 struct Seen {
     since: Instant,
     heartbeat: Option<Instant>,
-    row: Option<(Told, Instant)>,
+    row: Option<(Row, Instant)>,
 }
 
 /// What the last row said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Told {
+enum Row {
     /// So many jobs were before it.
     Place(usize),
     Draining,
@@ -189,10 +189,10 @@ impl Waiting {
     /// So that the job's page at Gitea answers why it waits. Failing costs only the row.
     async fn tell_place(&self, backend: BackendKind, task: TaskId, place: usize, seen: &mut Seen) {
         let Some(slots) = self.slots.get(&backend) else { return };
-        let now = if self.drain.since().is_some() { Told::Draining } else { Told::Place(place) };
+        let now = if self.drain.since().is_some() { Row::Draining } else { Row::Place(place) };
         let due = match seen.row {
             None => seen.since.elapsed() >= ROW_AFTER,
-            Some((Told::Place(told), at)) if now != Told::Draining => told != place && at.elapsed() >= ROW_EVERY,
+            Some((Row::Place(told), at)) if now != Row::Draining => told != place && at.elapsed() >= ROW_EVERY,
             Some((told, _)) => told != now,
         };
         if !due {
@@ -206,13 +206,13 @@ impl Waiting {
         }
         seen.row = Some((now, Instant::now()));
         let row = match now {
-            Told::Place(_) => {
+            Row::Place(_) => {
                 tracing::info!(event = "capacity_wait", assignment = %task.assignment(), backend = %backend, before = place,
                     "{} waits for a {backend} slot", task.assignment());
                 let (active, capacity) = (slots.active().len(), slots.capacity());
                 format!("Waiting for a {backend} slot: {active} of {capacity} are in use, {place} job(s) before this one.")
             }
-            Told::Draining => "Waiting: this runner is draining, so nothing new is started until its operator ends that.".into(),
+            Row::Draining => "Waiting: this runner is draining, so nothing new is started until its operator ends that.".into(),
         };
         if let Err(e) = report::say(&self.rpc, task, &[row]).await {
             tracing::debug!(task = %task, error = %e, "failed to write a status row into the job's log");

@@ -6,23 +6,28 @@ use super::Parts;
 use crate::{
     backend::local::Isolation,
     config::QueueConfig,
+    drain::Drain,
     health::Health,
     http::{
-        Access, Api, Http,
+        Access, Api, Draining, Http,
         view::{About, Operation, Source},
     },
     ids::BackendKind,
+    slots::Slots,
 };
 
 impl Parts<'_> {
     pub(super) fn http(&self, health: Health) -> Http {
         let (core, config) = (self.core, &self.core.config.http);
-        let reasons = health.clone();
+        let (reasons, slots, counted) = (health.clone(), core.slots.clone(), health.serving.clone());
+        let held = Arc::new(move || counted.borrow().then(|| slots.values().flat_map(Slots::active).collect()));
+        let draining = Draining::new(core.drain.clone(), core.claims.clone(), Arc::clone(&core.queue), held);
+        let drain = core.drain.clone();
         let source = Source {
             mirror: core.mirror.clone(),
             claims: core.claims.clone(),
             board: core.board.clone(),
-            operation: Arc::new(move || operation(&health)),
+            operation: Arc::new(move || operation(&health, &drain)),
             capacity: core.slots.iter().map(|(kind, slots)| (*kind, slots.capacity())).collect(),
             about: self.about(),
         };
@@ -35,6 +40,7 @@ impl Parts<'_> {
                 trust_loopback: config.trust_loopback,
                 hosts: config.hosts.clone(),
             },
+            draining,
             api: Api { source, queue: Arc::clone(&core.queue) },
         }
     }
@@ -65,12 +71,12 @@ impl Parts<'_> {
     }
 }
 
-fn operation(health: &Health) -> Operation {
+fn operation(health: &Health, drain: &Drain) -> Operation {
     Operation {
         reasons: health.reasons(),
         fetching: health.fetching(),
         declared: health.scheduler.borrow().declared.clone(),
-        draining_since: None,
+        draining_since: drain.since(),
         leads: *health.serving.borrow(),
         backlog: None,
     }

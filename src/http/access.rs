@@ -84,7 +84,11 @@ pub(super) async fn at_home(State(access): State<Access>, request: Request, next
         return refusal(StatusCode::MISDIRECTED_REQUEST, "host", "unknown host name; add it to HTTP_HOSTS\n");
     }
     if ![Method::GET, Method::HEAD].contains(request.method()) && !from_our_page(request.headers(), &host) {
-        return refusal(StatusCode::FORBIDDEN, "site", "a page of another site may not do this; behind a proxy, let it pass on the Host\n");
+        return refusal(
+            StatusCode::FORBIDDEN,
+            "site",
+            "a page of another site may not do this; behind a proxy, let it pass on the Host\n",
+        );
     }
     next.run(request).await
 }
@@ -110,16 +114,15 @@ pub(super) async fn may_drain(State(access): State<Access>, request: Request, ne
             "rights",
             "draining is refused: set ADMIN_TOKEN_FILE to a file with a token of its own, restart, and show that token\n",
         ),
-        Shown::Reader => {
-            refusal(StatusCode::FORBIDDEN, "rights", "this token may only read: show the one of ADMIN_TOKEN_FILE\n")
-        }
+        Shown::Reader => refusal(StatusCode::FORBIDDEN, "rights", "this token may only read: show the one of ADMIN_TOKEN_FILE\n"),
         Shown::Nobody => unauthorized("show the token of ADMIN_TOKEN_FILE as bearer token, or as password (any user name)\n"),
     }
 }
 
 /// The last of all layers: counts refusals, and tells browsers what nobody else may do with an answer.
 pub(super) async fn told(State(metrics): State<crate::metrics::Metrics>, mut response: Response) -> Response {
-    if let Some(Denied(reason)) = response.extensions().get() {
+    // Once, however often it passes here.
+    if let Some(Denied(reason)) = response.extensions_mut().remove() {
         metrics.http_denied.get_or_create(&ReasonLabel { reason }).inc();
     }
     for (name, value) in SECURITY {

@@ -15,6 +15,7 @@ use axum::{
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, OpenApi, ToSchema};
 
+use super::drain;
 use super::view::{Environment, JobDetails, JobList, Lane, Overview, Queue, Reconcilers, Source};
 use crate::{
     ids::{self, TaskId},
@@ -58,7 +59,7 @@ pub(super) fn unknown() -> Response {
         description = "What the controller knows of jobs, slots and neighbours, for programs. Read-only but for the drain.",
         license(name = "MIT OR Apache-2.0")
     ),
-    paths(overview, jobs, job, environments, queue, reconcilers),
+    paths(overview, jobs, job, environments, queue, reconcilers, drain::show, drain::begin, drain::undo),
     components(schemas(Problem))
 )]
 struct Document;

@@ -11,15 +11,19 @@ use std::{
 
 use axum::{
     Json,
-    extract::{Query, State},
+    extract::{Query, State, rejection::QueryRejection},
     http::StatusCode,
     response::{IntoResponse, Response},
 };
 use serde::{Deserialize, Serialize};
 use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use tokio::{sync::Semaphore, time::Instant};
+use utoipa::{IntoParams, ToSchema};
 
-use super::{Http, access::refusal};
+use super::{
+    Http,
+    api::{Problem, problem},
+};
 use crate::{
     claims::{ClaimPhase, Claims},
     drain::{Drain, New},
@@ -28,7 +32,7 @@ use crate::{
 };
 
 /// The longest `?wait=`, and how many may wait at once: each holds a connection.
-pub const MAX_WAIT: Duration = Duration::from_secs(300);
+const MAX_WAIT: Duration = Duration::from_secs(300);
 const WAITERS: usize = 16;
 /// Between two looks while one waits.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
@@ -36,7 +40,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 const QUEUE_LIMIT: Duration = Duration::from_secs(2);
 
 /// The assignments that hold a slot; `None` until they were counted after a start.
-pub type Held = Arc<dyn Fn() -> Option<BTreeSet<AssignmentId>> + Send + Sync>;
+type Held = Arc<dyn Fn() -> Option<BTreeSet<AssignmentId>> + Send + Sync>;
 
 /// What the endpoint works with.
 #[derive(Clone)]
@@ -49,11 +53,11 @@ pub struct Draining {
 }
 
 /// How far a drain is. A count that is `None` is unknown right now.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Progress {
     /// Nothing new is fetched or started.
     pub draining: bool,
-    /// UTC as in RFC 3339.
+    #[schema(format = DateTime)]
     pub since: Option<String>,
     /// Draining, and nothing is left that runs or was begun before.
     pub drained: bool,
@@ -136,21 +140,26 @@ impl Draining {
 }
 
 /// How long the answer may wait for the end.
-#[derive(Deserialize)]
+#[derive(Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
 pub(super) struct Wait {
+    /// Whole seconds; left out, the answer comes at once.
+    #[param(value_type = Option<u16>, minimum = 0, maximum = 300)]
     wait: Option<String>,
 }
 
-/// Answers at once, or with `?wait=` when it is drained, undone, or the time is over.
-pub(super) async fn show(State(http): State<Http>, Query(Wait { wait }): Query<Wait>) -> Response {
+/// How far a drain is; with `wait`, when it is drained, undone, or the time is over.
+#[utoipa::path(get, path = "/api/v1/drain", params(Wait), responses((status = 200, body = Progress), (status = 400, body = Problem),
+    (status = 401, body = String, content_type = "text/plain"), (status = 429, body = Problem)))]
+pub(super) async fn show(State(http): State<Http>, wait: Result<Query<Wait>, QueryRejection>) -> Response {
     let draining = &http.draining;
+    let Ok(Query(Wait { wait })) = wait else { return no_time() };
     if let Some(text) = wait {
-        let seconds = text.parse().ok().filter(|seconds| *seconds <= MAX_WAIT.as_secs());
-        let Some(seconds) = seconds else {
-            return (StatusCode::BAD_REQUEST, format!("wait: whole seconds from 0 to {}\n", MAX_WAIT.as_secs())).into_response();
-        };
+        let digits = text.bytes().all(|b| b.is_ascii_digit());
+        let seconds = text.parse().ok().filter(|seconds| digits && *seconds <= MAX_WAIT.as_secs());
+        let Some(seconds) = seconds else { return no_time() };
         let Ok(_waiting) = draining.waiters.try_acquire() else {
-            return refusal(StatusCode::TOO_MANY_REQUESTS, "waiters", "too many wait for the end of the drain already\n");
+            return problem(StatusCode::TOO_MANY_REQUESTS, "too many wait for the end of the drain already: ask without `wait`");
         };
         let until = Instant::now() + Duration::from_secs(seconds);
         while draining.state() == 1 && Instant::now() < until {
@@ -160,7 +169,13 @@ pub(super) async fn show(State(http): State<Http>, Query(Wait { wait }): Query<W
     Json(draining.progress().await).into_response()
 }
 
-/// Repeating it changes nothing.
+fn no_time() -> Response {
+    problem(StatusCode::BAD_REQUEST, format!("wait: whole seconds from 0 to {}", MAX_WAIT.as_secs()))
+}
+
+/// Begin nothing new, also after a restart. Repeating it changes nothing.
+#[utoipa::path(post, path = "/api/v1/drain", responses((status = 200, body = Progress), (status = 401, body = String, content_type = "text/plain"),
+    (status = 403, body = String, content_type = "text/plain"), (status = 500, body = Problem)))]
 pub(super) async fn begin(State(http): State<Http>) -> Response {
     let draining = &http.draining;
     let new = draining.drain.since().is_none();
@@ -173,7 +188,9 @@ pub(super) async fn begin(State(http): State<Http>) -> Response {
     Json(draining.progress().await).into_response()
 }
 
-/// Repeating it changes nothing.
+/// Fetch and start jobs again. Repeating it changes nothing.
+#[utoipa::path(delete, path = "/api/v1/drain", responses((status = 200, body = Progress), (status = 401, body = String, content_type = "text/plain"),
+    (status = 403, body = String, content_type = "text/plain"), (status = 500, body = Problem)))]
 pub(super) async fn undo(State(http): State<Http>) -> Response {
     let draining = &http.draining;
     let was = draining.drain.since().is_some();
@@ -186,11 +203,11 @@ pub(super) async fn undo(State(http): State<Http>) -> Response {
     Json(draining.progress().await).into_response()
 }
 
-/// Nothing has changed then, and nobody must believe it had.
+/// Nobody must believe that it was done.
 fn not_kept(error: &std::io::Error) -> Response {
     tracing::error!(error = %error, "failed to keep a wish to drain or not to; free disk space or repair the state directory");
-    let text = format!("nothing was changed, for it could not be written to the state directory: {error}\n");
-    (StatusCode::INTERNAL_SERVER_ERROR, text).into_response()
+    let text = format!("not done: the state directory could not be written ({error}); mend that, and ask again");
+    problem(StatusCode::INTERNAL_SERVER_ERROR, text)
 }
 
 fn shown(at: SystemTime) -> Option<String> {
