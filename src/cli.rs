@@ -15,17 +15,22 @@ use crate::{
     telemetry,
 };
 
+mod client;
 mod doctor;
+mod drain;
 mod nats_setup;
 mod register;
 mod show;
 
 /// The exit codes.
 pub mod exit {
+    pub const SUCCESS: u8 = 0;
     /// A fault of this program, or of the machine.
     pub const UNEXPECTED: u8 = 1;
     /// `doctor` found something that somebody must do.
     pub const TO_DO: u8 = 3;
+    /// `drain --wait`: the time is over, and something still runs.
+    pub const NOT_YET: u8 = 75;
     /// The settings are wrong; every fault was told.
     pub const CONFIGURATION: u8 = 78;
 }
@@ -51,6 +56,7 @@ enum Command {
     Doctor(doctor::Doctor),
     /// What is known of jobs, slots and events, from the mirror in STATE_DIRECTORY; also while the controller runs.
     Show(show::Show),
+    Drain(drain::Drain),
     /// Set the mirror aside, so that the next start of the controller makes it anew. Only while none runs.
     RebuildMirror(show::Rebuild),
     /// Show it all at work on this machine: a stand-in for Gitea, a few jobs of each kind, and nothing to set up.
@@ -99,6 +105,7 @@ pub fn main() -> ExitCode {
         Command::Doctor(args) => runtime.block_on(doctor::run(&args)),
         Command::Register(args) => runtime.block_on(register::run(args)),
         Command::Show(args) => show::show(&args),
+        Command::Drain(args) => runtime.block_on(drain::run(&args)),
         Command::RebuildMirror(args) => show::rebuild(&args),
         Command::NatsSetup(args) => runtime.block_on(nats_setup::run(args)),
         Command::Demo(args) => runtime.block_on(crate::demo::run(args)),

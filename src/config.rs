@@ -243,13 +243,7 @@ impl Config {
                 url: read.optional("RUNNER_FACADE_URL"),
             },
             keys: KeyFiles { capability: read.file("RUNNER_CAPABILITY_KEY_FILE"), seal: read.file("SEAL_KEY_FILE") },
-            http: HttpConfig {
-                listen: read.address("HTTP_LISTEN", "127.0.0.1:9180"),
-                hosts: read.list("HTTP_HOSTS", ""),
-                read_token: read.secret_file("READ_TOKEN_FILE"),
-                admin_token: read.secret_file("ADMIN_TOKEN_FILE"),
-                trust_loopback: false,
-            },
+            http: read_http(&mut read),
             gitea,
             state_directory,
         };
@@ -267,6 +261,22 @@ impl Config {
 
     pub fn backends(&self) -> impl Iterator<Item = &BackendConfig> {
         self.pod.iter().chain(self.vm.iter())
+    }
+}
+
+fn read_http(read: &mut Reader) -> HttpConfig {
+    let (read_token, admin_token) = (read.secret_file("READ_TOKEN_FILE"), read.secret_file("ADMIN_TOKEN_FILE"));
+    if let (Some(reader), Some(admin)) = (&read_token, &admin_token)
+        && admin.matches(reader.expose())
+    {
+        read.fault("ADMIN_TOKEN_FILE: its token is that of READ_TOKEN_FILE, so whoever may read could drain: make another");
+    }
+    HttpConfig {
+        listen: read.address("HTTP_LISTEN", "127.0.0.1:9180"),
+        hosts: read.list("HTTP_HOSTS", ""),
+        read_token,
+        admin_token,
+        trust_loopback: false,
     }
 }
 

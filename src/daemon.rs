@@ -17,6 +17,7 @@ use crate::{
     board::Board,
     claims::Claims,
     config::{BackendConfig, Config, GiteaConfig, LocalSettings, QueueConfig, tools::Tools},
+    drain::Drain,
     gitea::RunnerRpc,
     health::Health,
     http,
@@ -62,6 +63,7 @@ struct Core {
     pass: LeaderPass,
     keys: SealKeys,
     claims: Claims,
+    drain: Drain,
     leases: Leases,
     authority: Authority,
     backends: HashMap<BackendKind, Arc<dyn Backend>>,
@@ -95,6 +97,7 @@ impl Daemon {
         let (queue, pass) = open_queue(&config.queue, &state.private).await.context("open queue")?;
         let keys = state.seal_keys(config.keys.seal.as_deref()).context("read seal key")?;
         let claims = Claims::new(state.capability_key(config.keys.capability.as_deref()).context("read capability key")?);
+        let drain = Drain::open(&state.private).context("read whether to drain")?;
         let credentials = Some((config.gitea.uuid.as_str(), &config.gitea.token));
         let GiteaConfig { url, ca_file, .. } = &config.gitea;
         let rpc =
@@ -126,6 +129,7 @@ impl Daemon {
             pass,
             keys,
             claims,
+            drain,
             leases,
             authority,
             backends,
@@ -152,10 +156,13 @@ impl Daemon {
         let health = Health { scheduler: scheduler_status, serving: is_serving, stopping: running.begin.clone() };
         let told = notify::tell(health.clone(), running.pulses.clone());
         let (backlog, backlog_seen) = watch::channel(None);
-        let router = parts.http(health, backlog_seen).router();
-        running.serving("http", http::serve(http_listener, router, running.serve.clone()));
+        let (router, metrics) = (parts.http(health, backlog_seen).router(), core.metrics.clone());
+        running.serving("http", http::serve(http_listener, router, metrics, running.serve.clone()));
         if let Some(backlog) = parts.backlog(backlog).map_err(RunError::Start)? {
             running.beginning("backlog", backlog.run(running.begin.clone()));
+        }
+        if core.drain.since().is_some() {
+            tracing::warn!("draining, as was asked before this start: nothing new is fetched or started until `drain --undo`");
         }
         let (identity, reconcilers) = tokio::select! {
             started = parts.start() => started.map_err(RunError::Start)?,

@@ -35,6 +35,8 @@ impl Health {
                     reasons.push(format!("gitea: no answer for {} s", age.as_secs()));
                 }
             }
+            // A wanted state is no fault (decision 20).
+            FetchState::Draining => {}
             FetchState::Starting => reasons.push("gitea: not asked yet".to_owned()),
             FetchState::Held(why) => reasons.push(format!("scheduler: holds back: {why}")),
             FetchState::Failing(why) => reasons.push(format!("gitea: {why}")),
@@ -49,6 +51,7 @@ impl Health {
         match &status.state {
             FetchState::Starting => "Gitea was not asked for jobs yet.".into(),
             FetchState::Asking => "Gitea is asked for jobs.".into(),
+            FetchState::Draining => "Nothing is fetched: somebody asked to drain.".into(),
             FetchState::Held(why) => format!("Nothing is fetched now: {why}. It goes on by itself."),
             FetchState::Failing(why) => format!("Gitea does not give jobs now: {why}. It is asked again."),
             FetchState::Parked(why) => format!("Nothing is fetched: {why}. Register this runner anew."),

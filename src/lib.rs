@@ -7,6 +7,7 @@ pub mod assignment;
 pub mod backoff;
 pub mod board;
 pub mod claims;
+pub mod drain;
 pub mod environment;
 pub mod failpoint;
 pub mod files;

@@ -121,6 +121,9 @@ pub struct Metrics {
     pub mirror_repairs: Counter,
     pub stranded: Family<ResultLabel, Counter>,
     pub repeated_tasks: Counter,
+    pub drain_state: Gauge,
+    pub http_denied: Family<ReasonLabel, Counter>,
+    pub http_dropped: Family<ReasonLabel, Counter>,
 }
 
 fn seconds() -> Histogram {
@@ -175,6 +178,9 @@ impl Metrics {
             mirror_repairs: Counter::default(),
             stranded: Family::default(),
             repeated_tasks: Counter::default(),
+            drain_state: Gauge::default(),
+            http_denied: Family::default(),
+            http_dropped: Family::default(),
         };
         m.register(&mut registry);
         m.initialise();
@@ -230,6 +236,9 @@ impl Metrics {
         r.register("mirror_repairs", "Facts that the mirror did not show", self.mirror_repairs.clone());
         r.register("stranded", "Jobs found in no queue and no environment, by what became of them", self.stranded.clone());
         r.register("repeated_tasks", "Tasks that Gitea delivered again after their end", self.repeated_tasks.clone());
+        r.register("drain_state", "0: new jobs are taken, 1: draining, 2: drained", self.drain_state.clone());
+        r.register("http_denied", "Requests of operators refused, by reason", self.http_denied.clone());
+        r.register("http_dropped", "Connections of operators dropped for want of places", self.http_dropped.clone());
     }
 
     /// All label combinations exist from the start, so that rates and alerts work on the first event.
@@ -279,6 +288,12 @@ impl Metrics {
         }
         for reason in ["not_yet", "identity", "capability", "assignment", "revoked", "terminal", "connections", "task", "rate"] {
             drop(self.facade_denied.get_or_create(&ReasonLabel { reason }));
+        }
+        for reason in ["token", "rights", "host", "site", "body"] {
+            drop(self.http_denied.get_or_create(&ReasonLabel { reason }));
+        }
+        for reason in ["slow", "full"] {
+            drop(self.http_dropped.get_or_create(&ReasonLabel { reason }));
         }
         for reason in ["damaged", "instance", "vanished"] {
             drop(self.mirror_rebuilds.get_or_create(&ReasonLabel { reason }));

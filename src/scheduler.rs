@@ -22,6 +22,7 @@ use crate::{
     backoff::Backoff,
     board::{Board, Standing},
     claims::Claims,
+    drain::{Drain, New},
     gitea::{RpcError, RpcFault, RunnerRpc},
     ids::BackendKind,
     leader::LeaderPass,
@@ -44,12 +45,15 @@ const THROTTLED_INTERVAL: Duration = Duration::from_millis(200);
 const FORCED_INTERVAL: Duration = Duration::from_secs(30);
 /// How often room is looked at again when there was none.
 const ROOM_INTERVAL: Duration = Duration::from_millis(250);
+/// Between two looks at what is left to do while draining; its end is seen at once.
+const DRAINING_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What the scheduler works with.
 pub struct Scheduler {
     pub rpc: RunnerRpc,
     pub queue: Arc<dyn AssignmentQueue>,
     pub claims: Claims,
+    pub drain: Drain,
     pub rules: Rules,
     pub keys: SealKeys,
     /// Backends served here, and how many assignments of each may wait.
@@ -73,6 +77,8 @@ struct Turn {
     forced_at: Instant,
     /// A backend's label is withdrawn for want of room, so room is looked for at each change.
     withheld: bool,
+    /// As of the last turn.
+    draining: bool,
     /// `None`: must be declared again.
     declared: Option<Vec<String>>,
     errors: Backoff,
@@ -94,6 +100,10 @@ impl Scheduler {
     /// Runs until `stop`; then the questions in flight are still answered and stored.
     pub async fn run(self, stop: CancellationToken, pass: LeaderPass) {
         let this = Arc::new(self);
+        if this.drain.since().is_some() {
+            // Ready, though Gitea may be away: a drain is often for its sake.
+            this.say(FetchState::Draining);
+        }
         this.probe_lost_fetches(&stop, &pass).await;
         let versions = Arc::new(TasksVersion::default());
         let mut turn = Turn::new();
@@ -108,6 +118,7 @@ impl Scheduler {
                 () = sleep_until(wake_at), if !full => {}
                 // A job that got its environment leaves room for another.
                 _ = changes.changed() => if turn.withheld { turn.next_at = Instant::now() },
+                () = this.drain.undone(), if turn.draining => turn.next_at = Instant::now(),
             }
         }
         // A task that Gitea gave us on the way out must become durable: nobody is aborted (rule R1).
@@ -121,24 +132,17 @@ impl Scheduler {
         if Instant::now() < turn.next_at {
             return;
         }
+        turn.draining = self.drain.since().is_some();
+        if turn.draining {
+            return self.draining_turn(turn, versions, pass).await;
+        }
         let Some(labels) = self.room().await else {
             turn.next_at = Instant::now() + ROOM_INTERVAL * 4;
             return;
         };
         turn.withheld = labels.len() <= self.capacity.len();
-        if turn.declared.as_ref() != Some(&labels) {
-            match self.rpc.declare(&self.version, &labels, &self.capabilities).await {
-                Ok(declared) => {
-                    self.server_capabilities.send_replace(declared.server_capabilities);
-                    tracing::debug!(?labels, "declared labels");
-                    // A job that waits for a label is invisible at the current version (rule R2).
-                    versions.reset();
-                    self.status.send_modify(|status| status.declared = Some(labels.clone()));
-                    turn.declared = Some(labels);
-                    turn.registration.confirmed();
-                }
-                Err(e) => return self.failed(turn, &e),
-            }
+        if let Err(e) = self.declare(turn, versions, labels).await {
+            return self.failed(turn, &e);
         }
         if turn.doubt == Doubt::Due && !self.probe_again(turn, pass).await {
             return;
@@ -148,9 +152,45 @@ impl Scheduler {
             turn.forced_at = Instant::now() + FORCED_INTERVAL;
         }
         while turn.fetches.len() < turn.burst {
+            let Some(permit) = self.drain.permit(New::Fetch) else { return };
             let (this, versions, pass) = (Arc::clone(self), Arc::clone(versions), *pass);
-            turn.fetches.spawn(async move { this.fetch_pass(&versions, &pass).await });
+            turn.fetches.spawn(async move {
+                let outcome = this.fetch_pass(&versions, &pass).await;
+                drop(permit);
+                outcome
+            });
         }
+    }
+
+    /// Nothing is fetched. Gitea is told once who we are, for environments that are still to start learn from its answer what it can;
+    /// and what a failed question may have lost is looked for, since Gitea holds it for running (rule R3).
+    async fn draining_turn(&self, turn: &mut Turn, versions: &TasksVersion, pass: &LeaderPass) {
+        turn.next_at = Instant::now() + DRAINING_INTERVAL;
+        if turn.declared.is_none()
+            && let Some(labels) = self.room().await
+            && let Err(e) = self.declare(turn, versions, labels).await
+        {
+            self.failed(turn, &e);
+        } else if turn.doubt != Doubt::No {
+            self.probe_again(turn, pass).await;
+        }
+        self.say(FetchState::Draining);
+    }
+
+    /// Tells Gitea what we serve, unless it knows.
+    async fn declare(&self, turn: &mut Turn, versions: &TasksVersion, labels: Vec<String>) -> Result<(), RpcError> {
+        if turn.declared.as_ref() == Some(&labels) {
+            return Ok(());
+        }
+        let declared = self.rpc.declare(&self.version, &labels, &self.capabilities).await?;
+        self.server_capabilities.send_replace(declared.server_capabilities);
+        tracing::debug!(?labels, "declared labels");
+        // A job that waits for a label is invisible at the current version (rule R2).
+        versions.reset();
+        self.status.send_modify(|status| status.declared = Some(labels.clone()));
+        turn.declared = Some(labels);
+        turn.registration.confirmed();
+        Ok(())
     }
 
     /// Rule R3 again, after a failed question. `false`: not done yet, and nothing may be asked.
@@ -267,7 +307,7 @@ impl Scheduler {
         match &state {
             FetchState::Asking => self.board.neighbour("gitea", Standing::Fine),
             FetchState::Failing(why) | FetchState::Parked(why) => self.board.neighbour("gitea", Standing::Trouble(why.clone())),
-            FetchState::Starting | FetchState::Held(_) => {}
+            FetchState::Starting | FetchState::Held(_) | FetchState::Draining => {}
         }
         self.status.send_if_modified(|status| {
             status.last_answer = if state == FetchState::Asking { Some(SystemTime::now()) } else { status.last_answer };
@@ -287,6 +327,7 @@ impl Turn {
             next_at: now,
             forced_at: now + FORCED_INTERVAL,
             withheld: false,
+            draining: false,
             declared: None,
             errors: Backoff::new(Duration::from_secs(1), Duration::from_secs(30)),
             doubt: Doubt::No,

@@ -15,6 +15,7 @@ use crate::{
     assignment::{Assignment, Rules, seal::SealKeys},
     board::{Board, Told},
     claims::{Claims, Stop, Verdict},
+    drain::Drain,
     failpoint,
     gitea::{
         RpcError, RunnerRpc,
@@ -44,6 +45,7 @@ pub struct Waiting {
     pub queue: Arc<dyn AssignmentQueue>,
     pub leases: Leases,
     pub claims: Claims,
+    pub drain: Drain,
     pub rules: Rules,
     pub keys: SealKeys,
     pub slots: HashMap<BackendKind, Slots>,
@@ -57,7 +59,15 @@ pub struct Waiting {
 struct Seen {
     since: Instant,
     heartbeat: Option<Instant>,
-    row: Option<(usize, Instant)>,
+    row: Option<(Row, Instant)>,
+}
+
+/// What the last row said.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Row {
+    /// So many jobs were before it.
+    Place(usize),
+    Draining,
 }
 
 /// Between looks.
@@ -178,25 +188,32 @@ impl Waiting {
 
     /// So that the job's page at Gitea answers why it waits. Failing costs only the row.
     async fn tell_place(&self, backend: BackendKind, task: TaskId, place: usize, seen: &mut Seen) {
+        let Some(slots) = self.slots.get(&backend) else { return };
+        let now = if self.drain.since().is_some() { Row::Draining } else { Row::Place(place) };
         let due = match seen.row {
             None => seen.since.elapsed() >= ROW_AFTER,
-            Some((told, at)) => told != place && at.elapsed() >= ROW_EVERY,
+            Some((Row::Place(told), at)) if now != Row::Draining => told != place && at.elapsed() >= ROW_EVERY,
+            Some((told, _)) => told != now,
         };
-        let Some(slots) = self.slots.get(&backend).filter(|_| due) else { return };
+        if !due {
+            return;
+        }
         let lock = self.claims.report_lock(task.assignment());
         let _reporting = lock.lock().await;
         // Somebody may have made its environment meanwhile, and `start` may have passed the log on (rule R7).
         if self.claims.get(task.assignment()).is_some() || slots.active().contains(&task.assignment()) {
             return;
         }
-        seen.row = Some((place, Instant::now()));
-        tracing::info!(event = "capacity_wait", assignment = %task.assignment(), backend = %backend, before = place,
-            "{} waits for a {backend} slot", task.assignment());
-        let row = format!(
-            "Waiting for a {backend} slot: {} of {} are in use, {place} job(s) before this one.",
-            slots.active().len(),
-            slots.capacity()
-        );
+        seen.row = Some((now, Instant::now()));
+        let row = match now {
+            Row::Place(_) => {
+                tracing::info!(event = "capacity_wait", assignment = %task.assignment(), backend = %backend, before = place,
+                    "{} waits for a {backend} slot", task.assignment());
+                let (active, capacity) = (slots.active().len(), slots.capacity());
+                format!("Waiting for a {backend} slot: {active} of {capacity} are in use, {place} job(s) before this one.")
+            }
+            Row::Draining => "Waiting: this runner is draining, so nothing new is started until its operator ends that.".into(),
+        };
         if let Err(e) = report::say(&self.rpc, task, &[row]).await {
             tracing::debug!(task = %task, error = %e, "failed to write a status row into the job's log");
         }

@@ -13,6 +13,7 @@ use crate::{
     backend::Backend,
     backoff::Backoff,
     claims::{Claims, Verdict},
+    drain::Drain,
     environment::Target,
     failpoint,
     gitea::{
@@ -46,6 +47,7 @@ pub struct Workshop {
     pub queue: Arc<dyn AssignmentQueue>,
     pub leases: Leases,
     pub claims: Claims,
+    pub drain: Drain,
     pub rules: Rules,
     pub keys: SealKeys,
     pub binder: Binder,
@@ -59,14 +61,22 @@ pub struct Workshop {
 pub async fn worker(shop: Workshop, backend: Arc<dyn Backend>, slots: Slots, stop: CancellationToken) {
     let mut making = JoinSet::new();
     while !stop.is_cancelled() {
+        let slot = async {
+            shop.drain.undone().await;
+            slots.reserve().await
+        };
         let reservation = tokio::select! {
-            reservation = slots.reserve() => reservation,
+            reservation = slot => reservation,
             () = stop.cancelled() => break,
             Some(made) = making.join_next() => {
                 report_panic(made);
                 continue;
             }
         };
+        // It may have waited for its slot for days.
+        if shop.drain.since().is_some() {
+            continue;
+        }
         if let Some(lease) = next_lease(&shop, backend.kind().lane(), &stop).await {
             tracing::info!(event = "capacity_acquired", assignment = %lease.task.assignment(), backend = %backend.kind(),
                 "a slot for {}", lease.task.assignment());
@@ -132,6 +142,10 @@ async fn worker_pass(
     stop: &CancellationToken,
 ) {
     let id = lease.task.assignment();
+    if shop.drain.since().is_some() {
+        // The drain began while we waited for it.
+        return shop.give_back(lease, Duration::ZERO).await;
+    }
     let Some(_busy) = shop.claims.begin(id) else { return shop.give_back(lease, ALREADY_DELAY).await };
     let assignment = match shop.open(&lease).await {
         None => return shop.give_back(lease, UNREADABLE_DELAY).await,
@@ -158,7 +172,11 @@ async fn worker_pass(
                 tracing::warn!(assignment = %id, error = %e, "failed to give an assignment back; its lease runs out");
             }
             slots.release(id);
-            shop.mirror.note(assignment.task, What::Returned { reason: "no environment could be made now".into() });
+            let reason = match shop.drain.since() {
+                Some(_) => "the controller drains: nothing new is started",
+                None => "no environment could be made now",
+            };
+            shop.mirror.note(assignment.task, What::Returned { reason: reason.into() });
         }
     }
 }
@@ -264,7 +282,8 @@ impl Workshop {
         settled
     }
 
-    /// Rule R4: what does Gitea want of the job, just before anything is made for it? Waits for an answer; `None` on `stop`.
+    /// Rule R4: what does Gitea want of the job, just before anything is made for it? Waits for an answer; `None` on `stop`, and where
+    /// nothing is to be made any more.
     async fn wish(&self, task: TaskId, stop: &CancellationToken) -> Option<Wish> {
         let mut backoff = Backoff::new(Duration::from_millis(250), Duration::from_secs(15));
         loop {
@@ -277,6 +296,7 @@ impl Workshop {
             tokio::select! {
                 () = backoff.wait() => {}
                 () = stop.cancelled() => return None,
+                () = self.drain.begun() => return None,
             }
         }
     }

@@ -32,6 +32,7 @@ const ROOMS: &[(&str, Layer)] = &[
     ("assignment", Layer::Fact),
     ("backoff", Layer::Fact),
     ("claims", Layer::Fact),
+    ("drain", Layer::Fact),
     ("environment", Layer::Fact),
     ("failpoint", Layer::Fact),
     ("files", Layer::Fact),

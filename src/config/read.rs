@@ -137,7 +137,15 @@ impl Reader {
 
     pub fn secret_file(&mut self, name: &str) -> Option<Secret> {
         let path = self.file(name)?;
-        let text = std::fs::read_to_string(&path).ok()?;
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            // That it cannot be opened was told.
+            Err(_) if std::fs::File::open(&path).is_err() => return None,
+            Err(e) => {
+                self.fault(format!("{name}={}: read: {e}", path.display()));
+                return None;
+            }
+        };
         if text.trim().is_empty() {
             self.fault(format!("{name}={}: the file is empty", path.display()));
         }

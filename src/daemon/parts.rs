@@ -116,6 +116,7 @@ impl Parts<'_> {
             rpc: core.rpc.clone(),
             queue: Arc::clone(&core.queue),
             claims: core.claims.clone(),
+            drain: core.drain.clone(),
             rules: self.rules(),
             keys: core.keys.clone(),
             capacity: core.slots.iter().map(|(kind, slots)| (*kind, slots.capacity())).collect(),
@@ -144,12 +145,13 @@ impl Parts<'_> {
     }
 
     fn workshop(&self) -> Workshop {
-        let Core { rpc, queue, pass, keys, claims, leases, metrics, mirror, .. } = self.core;
+        let Core { rpc, queue, pass, keys, claims, drain, leases, metrics, mirror, .. } = self.core;
         Workshop {
             rpc: rpc.clone(),
             queue: Arc::clone(queue),
             leases: leases.clone(),
             claims: claims.clone(),
+            drain: drain.clone(),
             rules: self.rules(),
             keys: keys.clone(),
             binder: self.binder.clone(),
@@ -167,6 +169,7 @@ impl Parts<'_> {
             queue: Arc::clone(&core.queue),
             leases: core.leases.clone(),
             claims: core.claims.clone(),
+            drain: core.drain.clone(),
             rules: self.rules(),
             keys: core.keys.clone(),
             slots: core.slots.clone(),

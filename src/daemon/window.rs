@@ -13,24 +13,29 @@ use crate::{
     backend::local::Isolation,
     backlog::{self, Backlog},
     config::QueueConfig,
+    drain::Drain,
     gitea::look::Web,
     health::Health,
     http::{
-        Access, Api, Http,
+        Access, Api, Draining, Http,
         view::{self, About, Operation, Source, UnknownLabels},
     },
     ids::BackendKind,
+    slots::Slots,
 };
 
 impl Parts<'_> {
     pub(super) fn http(&self, health: Health, backlog: watch::Receiver<Option<backlog::Seen>>) -> Http {
         let (core, config) = (self.core, &self.core.config.http);
-        let reasons = health.clone();
+        let (reasons, slots, counted) = (health.clone(), core.slots.clone(), health.serving.clone());
+        let held = Arc::new(move || counted.borrow().then(|| slots.values().flat_map(Slots::active).collect()));
+        let draining = Draining::new(core.drain.clone(), core.claims.clone(), Arc::clone(&core.queue), held);
+        let drain = core.drain.clone();
         let source = Source {
             mirror: core.mirror.clone(),
             claims: core.claims.clone(),
             board: core.board.clone(),
-            operation: Arc::new(move || operation(&health, backlog.borrow().as_ref())),
+            operation: Arc::new(move || operation(&health, &drain, backlog.borrow().as_ref())),
             capacity: core.slots.iter().map(|(kind, slots)| (*kind, slots.capacity())).collect(),
             about: self.about(),
         };
@@ -43,6 +48,7 @@ impl Parts<'_> {
                 trust_loopback: config.trust_loopback,
                 hosts: config.hosts.clone(),
             },
+            draining,
             api: Api { source, queue: Arc::clone(&core.queue) },
         }
     }
@@ -98,12 +104,12 @@ fn shown(seen: &backlog::Seen) -> view::Backlog {
     }
 }
 
-fn operation(health: &Health, backlog: Option<&backlog::Seen>) -> Operation {
+fn operation(health: &Health, drain: &Drain, backlog: Option<&backlog::Seen>) -> Operation {
     Operation {
         reasons: health.reasons(),
         fetching: health.fetching(),
         declared: health.scheduler.borrow().declared.clone(),
-        draining_since: None,
+        draining_since: drain.since(),
         leads: *health.serving.borrow(),
         backlog: backlog.map(shown),
     }

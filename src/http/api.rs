@@ -18,6 +18,7 @@ use utoipa::{
     openapi::security::{Http, HttpAuthScheme, SecurityScheme},
 };
 
+use super::drain;
 use super::view::{Environment, JobDetails, JobList, Lane, Overview, Queue, Reconcilers, Source};
 use crate::{
     ids::{self, TaskId},
@@ -61,7 +62,7 @@ pub(super) fn unknown() -> Response {
         description = "What the controller knows of jobs, slots and neighbours, for programs. Read-only but for the drain.",
         license(name = "MIT OR Apache-2.0")
     ),
-    paths(overview, jobs, job, environments, queue, reconcilers),
+    paths(overview, jobs, job, environments, queue, reconcilers, drain::show, drain::begin, drain::undo),
     components(schemas(Problem)),
     modifiers(&Tokens),
     security(("bearer" = []), ("basic" = []))

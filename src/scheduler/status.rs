@@ -10,6 +10,8 @@ pub enum FetchState {
     Asking,
     /// Nothing is fetched, for a reason of ours; it goes on by itself.
     Held(String),
+    /// Nothing is fetched, because somebody wants it so.
+    Draining,
     /// Gitea does not answer, or with errors; asked again with back-off.
     Failing(String),
     /// A person must act.

@@ -9,6 +9,7 @@ use crate::{
     assignment::Assignment,
     backend::{Backend, BackendError, Ensured, JobNeeds, Observed},
     claims::{Claim, ClaimPhase, Offered, Verdict},
+    drain::New,
     failpoint,
     gitea::report::{self, Wish},
     ids::Nonce,
@@ -48,6 +49,11 @@ impl Workshop {
         if existing.is_none() {
             tracing::debug!(event = "executor_absent", assignment = %assignment.id, backend = %backend.kind(), "no environment yet");
         }
+        // What exists goes on though we drain; nothing more is made.
+        let permit = self.drain.permit(New::Environment);
+        if existing.is_none() && permit.is_none() {
+            return Made::Later(Duration::ZERO);
+        }
         let nonce = existing.map_or_else(Nonce::random, |e| e.nonce);
         let capability = self.claims.key().capability(assignment.id, &nonce);
         let spec = self.target.spec(backend.kind(), assignment, nonce, capability);
@@ -69,6 +75,7 @@ impl Workshop {
         self.mirror.note(assignment.task, What::Created { environment: environment.name.to_string() });
         // Offered before it has an identity, so that its first call cannot come too early.
         self.offer(assignment, &environment);
+        drop(permit);
         failpoint::reached("worker.offered");
         if let Err(e) = self.binder.bind(&environment).await {
             self.claims.revoke(assignment.id);

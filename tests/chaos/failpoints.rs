@@ -70,6 +70,8 @@ crash_at! {
     "mirror.new" => at_mirror_new: plain,
     "mirror.noted" => at_mirror_noted: plain,
     "stranded.republished" => at_stranded_republished: a_lost_queue,
+    "drain.written" => at_drain_written: a_drain,
+    "drain.removed" => at_drain_removed: an_undone_drain,
     "register.answered" => at_register_answered: a_registration,
     "executor.prepared" => at_executor_prepared: an_executor_that_crashes_before_start,
     "executor.started" => at_executor_started: an_executor_that_crashes_before_its_runner,
@@ -286,6 +288,41 @@ async fn a_cancelled_waiting_job(name: &str) {
     crashes_and_starts_again(&mut world).await;
     world.gate.open();
     ledger.balances(&world).await;
+}
+
+/// The wish is on disk though nobody was told: after the restart it drains, and undone it goes on.
+async fn a_drain(name: &str) {
+    let mut world = about_to_crash(name, 1).await;
+    let mut ledger = started_with_one_running(&mut world).await;
+    drains(&world, &[], false);
+    crashes_and_starts_again(&mut world).await;
+    ledger.push(&world, "waiting", world.quick("waiting"), JobStatus::Success, 1);
+    drains(&world, &[], true);
+    world.gate.open();
+    world.ends_green(ledger.job("running")).await;
+    drains(&world, &["--wait=30"], true);
+    assert_eq!(world.started("waiting"), 0);
+    drains(&world, &["--undo"], true);
+    ledger.balances(&world).await;
+}
+
+/// The wish is gone though nobody was told.
+async fn an_undone_drain(name: &str) {
+    let mut world = about_to_crash(name, 1).await;
+    let mut ledger = started_with_one_running(&mut world).await;
+    drains(&world, &[], true);
+    drains(&world, &["--undo"], false);
+    crashes_and_starts_again(&mut world).await;
+    ledger.push(&world, "waiting", world.quick("waiting"), JobStatus::Success, 1);
+    world.gate.open();
+    ledger.balances(&world).await;
+}
+
+fn drains(world: &World, args: &[&str], answered: bool) {
+    let mut command = world.controller.command();
+    command.env_remove(failpoint::VARIABLE).arg("drain").args(args);
+    let said = command.output().unwrap();
+    assert_eq!(said.status.success(), answered, "drain {args:?}: {}", String::from_utf8_lossy(&said.stderr));
 }
 
 async fn an_environment_that_ends_before_start(name: &str) {

@@ -124,3 +124,29 @@ async fn sigterm_ends_the_controller_within_ten_seconds_and_harms_no_job() {
     })
     .await;
 }
+
+#[tokio::test]
+async fn drained_with_three_running_and_two_waiting_jobs_and_restarted_the_three_end_and_undone_the_two_run_once_each() {
+    story(STORY, async {
+        let gitea = RealGitea::start(Version::Current, "").await;
+        let gate = Gate::new().await;
+        let mut controller = Controller::start(&gitea, ControllerOptions { pod_capacity: 3, ..Default::default() }).await;
+        let (repository, run) = gitea.run("five", &five_jobs(&gate)).await;
+        three_run_and_two_wait(&gate, &repository, run).await;
+        let drain = |controller: &Controller, args: &[&str]| {
+            let said = controller.command().arg("drain").args(args).output().unwrap();
+            assert!(said.status.success(), "drain {args:?}: {}", String::from_utf8_lossy(&said.stderr));
+        };
+        drain(&controller, &[]);
+        controller.sigterm();
+        controller.start_again().await;
+        gate.open();
+        drain(&controller, &["--wait=60"]);
+        let ended = repository.jobs(run).await.into_iter().filter(|job| job.conclusion == "success").count();
+        assert_eq!((ended, started(&gate)), (3, 3), "the waiting two were not started");
+        assert_eq!(controller.environments(), Vec::<String>::new());
+        drain(&controller, &["--undo"]);
+        all_five_end_green(&gate, &repository, run).await;
+    })
+    .await;
+}

@@ -7,6 +7,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+mod attacks;
+mod drain;
 mod environments;
 mod fetching;
 mod instances;

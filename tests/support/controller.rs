@@ -23,7 +23,8 @@ const UIDS: u32 = 64;
 /// The design's limit for SIGTERM while Gitea answers.
 const STOP_LIMIT: Duration = Duration::from_secs(10);
 /// Loopback alone may not read.
-const READ_TOKEN: &str = "may-read";
+pub(crate) const READ_TOKEN: &str = "may-read";
+pub(crate) const ADMIN_TOKEN: &str = "may-drain";
 
 pub(crate) struct ControllerOptions {
     pub(crate) pod_capacity: u32,
@@ -75,6 +76,8 @@ impl Controller {
         let runner = runner.map_or_else(|| program.clone(), |runner| place(runner, &folder));
         let reader = folder.join("read-token");
         std::fs::write(&reader, READ_TOKEN).unwrap();
+        let admin = folder.join("admin-token");
+        std::fs::write(&admin, ADMIN_TOKEN).unwrap();
         let (facade, http) = (free_port(), free_port());
         // Ports of this machine are given once at a time, so uids derived from one are, too.
         let first_uid = 200_000 + u32::from(http) * UIDS;
@@ -90,6 +93,7 @@ impl Controller {
             ("HTTP_LISTEN", format!("127.0.0.1:{http}")),
             ("RUNNER_BIN", runner.display().to_string()),
             ("READ_TOKEN_FILE", reader.display().to_string()),
+            ("ADMIN_TOKEN_FILE", admin.display().to_string()),
             ("LOG_FORMAT", "json".to_owned()),
             ("PATH", std::env::var("PATH").unwrap()),
             ("HOME", folder.display().to_string()),
@@ -172,6 +176,10 @@ impl Controller {
     /// Of the running controller.
     pub(crate) fn pid(&self) -> u32 {
         self.child.as_ref().unwrap().id()
+    }
+
+    pub(crate) fn setting(&self, name: &str) -> &str {
+        &self.settings[name]
     }
 
     /// A setting for its next start; `None` takes it away.

@@ -11,8 +11,9 @@ use axum::{Router, body::Body, extract::Request};
 use gitea_dynamic_runner::{
     board::{Board, Standing},
     claims::{CapabilityKey, Claims},
+    drain::Drain,
     http::{
-        Access, Api, Http,
+        Access, Api, Draining, Http,
         view::{About, Backlog, Operation, Source, UnknownLabels},
     },
     ids::{BackendKind, InstanceId, Lane, TaskId},
@@ -46,9 +47,10 @@ fn desk(operation: Operation) -> Desk {
 
 fn desk_with(mirror: Mirror, operation: Operation, folder: tempfile::TempDir) -> Desk {
     let board = Board::default();
+    let claims = Claims::new(CapabilityKey::random());
     let source = Source {
         mirror: mirror.clone(),
-        claims: Claims::new(CapabilityKey::random()),
+        claims: claims.clone(),
         board: board.clone(),
         operation: Arc::new(move || operation.clone()),
         capacity: HashMap::from([(BackendKind::Pod, 4), (BackendKind::Vm, 100)]),
@@ -62,11 +64,14 @@ fn desk_with(mirror: Mirror, operation: Operation, folder: tempfile::TempDir) ->
         },
     };
     let queue = Arc::new(EmbeddedQueue::open(&folder.path().join("q")).unwrap());
+    let drain = Drain::open(folder.path()).unwrap();
+    let draining = Draining::new(drain, claims, queue.clone(), Arc::new(|| Some(Vec::new())));
     let http = Http {
         reasons: Arc::new(Vec::new),
         metrics: Metrics::new(),
         access: Access { read_token: None, admin_token: None, trust_loopback: true, hosts: Vec::new() },
         api: Api { source, queue },
+        draining,
     };
     Desk { mirror, board, router: http.router(), _folder: folder }
 }
