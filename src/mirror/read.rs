@@ -3,6 +3,8 @@
 //! The same for the controller's own file and for a reader beside it. Lists are paged and bounded. A row that cannot be read is
 //! left out here; whoever writes next finds it and sets the file aside.
 
+use std::collections::{BTreeMap, HashMap, HashSet};
+
 use redb::{ReadTransaction, ReadableTable as _, ReadableTableMetadata as _};
 
 use super::{
@@ -168,12 +170,27 @@ impl Snapshot {
         })
     }
 
-    /// How many jobs of the same kind as this one were received before it.
-    pub fn before(&self, task: TaskId, job: &Job) -> Result<u64, String> {
+    /// How many jobs of the same lane and phase were received before each of these. One look at each lane, however many are asked for.
+    pub fn before(&self, wanted: &[(TaskId, Job)]) -> Result<HashMap<TaskId, u64>, String> {
         self.ask(|txn| {
-            let (first, _) = span(job.lane, job.phase);
-            let n = txn.open_table(BY_STATE)?.range(first..job.place(task))?.count();
-            Ok(u64::try_from(n).unwrap_or(u64::MAX))
+            let index = txn.open_table(BY_STATE)?;
+            let mut last: BTreeMap<(u8, u8), Place> = BTreeMap::new();
+            for (task, job) in wanted {
+                let place = job.place(*task);
+                let latest = last.entry((place.0, place.1)).or_insert(place);
+                *latest = place.max(*latest);
+            }
+            let wanted: HashSet<TaskId> = wanted.iter().map(|(task, _)| *task).collect();
+            let mut found = HashMap::new();
+            for ((lane, phase), latest) in last {
+                for (before, place) in (0..).zip(index.range((lane, phase, 0, i64::MIN)..=latest)?.take(LOOK_MOST)) {
+                    let task = TaskId(place?.0.value().3);
+                    if wanted.contains(&task) {
+                        found.insert(task, before);
+                    }
+                }
+            }
+            Ok(found)
         })
     }
 

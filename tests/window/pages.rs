@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
@@ -65,7 +65,7 @@ fn desk_with(mirror: Mirror, operation: Operation, folder: tempfile::TempDir) ->
     };
     let queue = Arc::new(EmbeddedQueue::open(&folder.path().join("q")).unwrap());
     let drain = Drain::open(folder.path()).unwrap();
-    let draining = Draining::new(drain, claims, queue.clone(), Arc::new(|| Some(Vec::new())));
+    let draining = Draining::new(drain, claims, queue.clone(), Arc::new(|| Some(BTreeSet::new())));
     let http = Http {
         reasons: Arc::new(Vec::new),
         metrics: Metrics::new(),

@@ -172,11 +172,10 @@ impl Source {
             let found = mirror.jobs(&Filter { limit: limit + 1, ..filter.clone() })?;
             let next = found.get(limit).and(found.get(limit.saturating_sub(1)));
             let next = next.map(|(task, job)| format!("{}-{task}", job.received_ms));
-            let mut jobs = Vec::new();
-            for (task, job) in found.iter().take(limit) {
-                let before = if job.phase == Phase::Queued { mirror.before(*task, job)? } else { 0 };
-                jobs.push(context.job(*task, job, before));
-            }
+            let waiting: Vec<_> = found.iter().filter(|(_, job)| job.phase == Phase::Queued).cloned().collect();
+            let before = mirror.before(&waiting)?;
+            let place = |task: &TaskId| before.get(task).copied().unwrap_or(0);
+            let jobs = found.iter().take(limit).map(|(task, job)| context.job(*task, job, place(task))).collect();
             Ok(JobList { jobs, next })
         };
         self.mirror.ask(ask).await
@@ -188,10 +187,13 @@ impl Source {
         let (this, operation) = (self.clone(), (self.operation)());
         let ask = move |mirror: &Snapshot| {
             let Some(job) = mirror.job(task)? else { return Ok(None) };
+            let waits = [(task, job.clone())];
+            let waits = if job.phase == Phase::Queued { &waits[..] } else { &[] };
+            let before = mirror.before(waits)?.get(&task).copied().unwrap_or(0);
             let backends = this.backends(mirror, &operation)?;
             let context = Context { source: &this, operation: &operation, backends: &backends, now: Moment::now() };
             let events = mirror.events(Some(task), EVENTS)?.into_iter().map(event).collect();
-            Ok(Some(JobDetails { job: context.job(task, &job, mirror.before(task, &job)?), events }))
+            Ok(Some(JobDetails { job: context.job(task, &job, before), events }))
         };
         self.mirror.ask(ask).await
     }
