@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     sync::Arc,
     time::{Duration, Instant, SystemTime},
 };
@@ -47,10 +47,9 @@ fn desk(operation: Operation) -> Desk {
 
 fn desk_with(mirror: Mirror, operation: Operation, folder: tempfile::TempDir) -> Desk {
     let board = Board::default();
-    let claims = Claims::new(CapabilityKey::random());
     let source = Source {
         mirror: mirror.clone(),
-        claims: claims.clone(),
+        claims: Claims::new(CapabilityKey::random()),
         board: board.clone(),
         operation: Arc::new(move || operation.clone()),
         capacity: HashMap::from([(BackendKind::Pod, 4), (BackendKind::Vm, 100)]),
@@ -65,7 +64,7 @@ fn desk_with(mirror: Mirror, operation: Operation, folder: tempfile::TempDir) ->
     };
     let queue = Arc::new(EmbeddedQueue::open(&folder.path().join("q")).unwrap());
     let drain = Drain::open(folder.path()).unwrap();
-    let draining = Draining::new(drain, claims, queue.clone(), Arc::new(|| Some(Vec::new())));
+    let draining = Draining::new(drain, source.claims.clone(), queue.clone(), Arc::new(|| Some(BTreeSet::new())));
     let http = Http {
         reasons: Arc::new(Vec::new),
         metrics: Metrics::new(),
