@@ -21,6 +21,7 @@ mod drain;
 mod nats_setup;
 mod register;
 mod show;
+mod status;
 
 /// The exit codes.
 pub mod exit {
@@ -56,6 +57,7 @@ enum Command {
     Doctor(doctor::Doctor),
     /// What is known of jobs, slots and events, from the mirror in STATE_DIRECTORY; also while the controller runs.
     Show(show::Show),
+    Status(status::Status),
     Drain(drain::Drain),
     /// Set the mirror aside, so that the next start of the controller makes it anew. Only while none runs.
     RebuildMirror(show::Rebuild),
@@ -104,7 +106,8 @@ pub fn main() -> ExitCode {
         Command::CheckConfig(args) => runtime.block_on(check_config(&args)),
         Command::Doctor(args) => runtime.block_on(doctor::run(&args)),
         Command::Register(args) => runtime.block_on(register::run(args)),
-        Command::Show(args) => show::show(&args),
+        Command::Show(args) => runtime.block_on(show::show(&args)),
+        Command::Status(args) => runtime.block_on(status::run(&args)),
         Command::Drain(args) => runtime.block_on(drain::run(&args)),
         Command::RebuildMirror(args) => show::rebuild(&args),
         Command::NatsSetup(args) => runtime.block_on(nats_setup::run(args)),

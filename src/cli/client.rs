@@ -30,6 +30,12 @@ pub(super) struct At {
     url: Option<String>,
 }
 
+impl At {
+    pub(super) fn is_given(&self) -> bool {
+        self.url.is_some()
+    }
+}
+
 /// What a call is for, and so whose token is shown.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum For {
@@ -90,6 +96,10 @@ impl Client {
         // It is near, or behind a proxy of its own: never by way of Gitea's.
         let (connector, _) = Connector::new(&uri, &tls, &Proxies::none());
         Ok(Self { base, pool: Pool::builder(TokioExecutor::new()).build(connector), token, what })
+    }
+
+    pub(super) fn has_token(&self) -> bool {
+        self.token.is_some()
     }
 
     /// The JSON of a call that must succeed; `patience` beyond the usual limit, for one that waits on purpose.

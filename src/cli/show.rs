@@ -1,5 +1,6 @@
 //! `show` and `rebuild-mirror`: what the mirror knows, read from its file, also while a controller runs.
 //!
+//! Of one job the running controller knows more (why it waits): it is asked first, by whoever has its token.
 //! Nothing is changed but by `rebuild-mirror`, and that only while no controller runs. Text that people wrote is escaped for the
 //! terminal; `--json` is for programs, one value.
 
@@ -7,14 +8,19 @@ use std::{
     collections::BTreeMap,
     path::{Path, PathBuf},
     process::ExitCode,
+    time::Duration,
 };
 
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
+use http::Method;
 use serde_json::{Value, json};
 use time::format_description::well_known::Rfc3339;
 
-use super::{exit, say, told};
+use super::{
+    client::{At, Client, Fault, For},
+    exit, say, told,
+};
 use crate::{
     ids::{Lane, TaskId},
     mirror::{self, Filter, Job, Phase, Reader, Snapshot},
@@ -29,6 +35,8 @@ pub(super) struct Show {
     /// As the controller has it.
     #[arg(long, env = "STATE_DIRECTORY", global = true)]
     state_directory: Option<PathBuf>,
+    #[command(flatten)]
+    at: At,
     #[command(subcommand)]
     what: Option<What>,
 }
@@ -68,8 +76,14 @@ fn parse_lane(text: &str) -> Result<Lane, String> {
     Lane::ALL.into_iter().find(|lane| lane.as_str() == text).ok_or_else(|| format!("one of: {}", known()))
 }
 
-pub(super) fn show(args: &Show) -> ExitCode {
-    let answer = look(args);
+pub(super) async fn show(args: &Show) -> ExitCode {
+    let answer = match &args.what {
+        Some(What::Job { id }) => match of_controller(args, id).await {
+            Some(answer) => answer,
+            None => look(args),
+        },
+        _ => look(args),
+    };
     match answer {
         Ok(text) => {
             say(text.trim_end());
@@ -77,6 +91,38 @@ pub(super) fn show(args: &Show) -> ExitCode {
         }
         Err(e) => told(&e),
     }
+}
+
+/// `None`: its file is to be looked at, and why was said.
+async fn of_controller(args: &Show, id: &str) -> Option<anyhow::Result<String>> {
+    let client = match Client::new(&args.at, For::Reading) {
+        // Whoever has no token looks at the file, as ever.
+        Ok(client) if client.has_token() || args.at.is_given() => client,
+        Ok(_) => return None,
+        Err(fault) => return Some(Err(fault.into())),
+    };
+    let task = match parse_task(id) {
+        Ok(task) => task,
+        Err(why) => return Some(Err(anyhow::Error::msg(why))),
+    };
+    match client.call::<Value>(Method::GET, &format!("/api/v1/jobs/{task}"), Duration::ZERO).await {
+        Ok(job) if args.json => Some(Ok(format!("{job:#}"))),
+        Ok(job) => Some(Ok(told_job(&job))),
+        Err(Fault::Missing(why)) => Some(Err(anyhow::Error::msg(why).context("show"))),
+        Err(fault) => {
+            note(&format!("{fault}. This is what the file of its mirror says:"));
+            None
+        }
+    }
+}
+
+#[expect(clippy::print_stderr, reason = "beside the answer")]
+fn note(text: &str) {
+    eprintln!("{text}");
+}
+
+fn parse_task(id: &str) -> Result<TaskId, String> {
+    id.strip_prefix("gitea-task-").unwrap_or(id).parse().map_err(|e| format!("{e}"))
 }
 
 fn look(args: &Show) -> anyhow::Result<String> {
@@ -93,7 +139,7 @@ fn look(args: &Show) -> anyhow::Result<String> {
                 jobs(&snapshot, &filter, args.json)
             }
             Some(What::Job { id }) => job(&snapshot, id, args.json),
-            Some(What::Events { limit }) => events(&snapshot, None, *limit, args.json),
+            Some(What::Events { limit }) => events(&snapshot, *limit, args.json),
             Some(What::Slots) => slots(&snapshot, args.json),
         }
     });
@@ -177,55 +223,74 @@ fn jobs(snapshot: &Snapshot, filter: &Filter, as_json: bool) -> Result<String, S
 }
 
 fn job(snapshot: &Snapshot, id: &str, as_json: bool) -> Result<String, String> {
-    let task: TaskId = id.strip_prefix("gitea-task-").unwrap_or(id).parse().map_err(|e| format!("{e}"))?;
+    let task = parse_task(id)?;
     let Some(job) = snapshot.job(task)? else {
         return Err(format!(
             "there is no job of task {task} here: it was never taken, ended more than 30 days ago, or the mirror was made anew"
         ));
     };
+    let mut value = value(task, &job);
     if as_json {
-        return Ok(format!("{:#}", value(task, &job)));
+        return Ok(format!("{value:#}"));
     }
-    let details = &job.details;
-    let mut text = format!("{}  {} on {}\n", task.assignment(), job.phase.as_str(), job.lane.as_str());
-    let mut row = |name: &str, what: &str| {
-        if !what.is_empty() {
-            text.push_str(&format!("  {name:<14} {}\n", printable(what)));
-        }
-    };
-    row("repository", &details.repository);
-    row("job", &details.job_key);
-    row("name", &details.job_name);
-    row("run", &details.run_id);
-    row("runs-on", &details.labels.join(", "));
-    row("environment", job.environment.as_deref().unwrap_or_default());
-    row("attempts", &if job.attempts > 0 { job.attempts.to_string() } else { String::new() });
-    row("result", job.result.map_or("", |result| result.as_str()));
-    row("reason", job.reason.as_deref().unwrap_or_default());
-    if job.rebuilt {
-        row("note", "its row was made from what was found: the timeline before is not known");
-    }
-    for (name, at) in timeline(&job) {
-        if at.is_some() {
-            row(name, &shown(at));
-        }
-    }
-    text += &events(snapshot, Some(task), 100, false)?;
-    Ok(text)
+    value["events"] = told_events(snapshot, Some(task), 100)?;
+    Ok(told_job(&value))
 }
 
-fn events(snapshot: &Snapshot, task: Option<TaskId>, limit: usize, as_json: bool) -> Result<String, String> {
-    let events = snapshot.events(task, limit)?;
-    if as_json {
-        let all = events.iter().map(|(at, e)| json!({ "at": rfc(Some(*at)), "task": e.task, "event": e.kind, "text": e.text }));
-        return Ok(format!("{:#}", Value::from(all.collect::<Vec<_>>())));
+/// One job for a person, from its JSON, whoever told it.
+fn told_job(job: &Value) -> String {
+    let word = |value: &Value| match value {
+        Value::Null => String::new(),
+        Value::String(text) => printable(text),
+        other => other.to_string(),
+    };
+    let task = job["task"].as_i64().unwrap_or_default();
+    let mut text = format!("{}  {} on {}\n", TaskId(task).assignment(), word(&job["phase"]), word(&job["backend"]));
+    let mut row = |name: &str, what: &str| {
+        if !what.is_empty() {
+            text.push_str(&format!("  {name:<14} {what}\n"));
+        }
+    };
+    row("why", &word(&job["why"]));
+    for (name, key) in
+        [("repository", "repository"), ("job", "job_key"), ("name", "job_name"), ("run", "run_id"), ("link", "run_url")]
+    {
+        row(name, &word(&job[key]));
     }
+    let labels: Vec<_> = job["labels"].as_array().into_iter().flatten().map(word).collect();
+    row("runs-on", &labels.join(", "));
+    row("environment", &word(&job["environment"]));
+    row("attempts", &if job["attempts"].as_u64() > Some(0) { word(&job["attempts"]) } else { String::new() });
+    row("result", &word(&job["result"]));
+    row("reason", &word(&job["reason"]));
+    if job["rebuilt"].as_bool() == Some(true) {
+        row("note", "its row was made from what was found: the timeline before is not known");
+    }
+    for name in STATIONS {
+        row(name, &word(&job["times"][name]));
+    }
+    text + &event_rows(&job["events"])
+}
+
+fn event_rows(events: &Value) -> String {
     let mut text = String::new();
-    for (at, event) in &events {
-        let of = event.task.map(|task| task.to_string()).unwrap_or_default();
-        text += &format!("{:<20} {of:>8}  {:<18} {}\n", shown(Some(*at)), printable(&event.kind), printable(&event.text));
+    for event in events.as_array().into_iter().flatten() {
+        let word = |key: &str| event[key].as_str().map_or_else(|| "-".into(), printable);
+        let task = event["task"].as_i64().map(|task| task.to_string()).unwrap_or_default();
+        text += &format!("{:<20} {task:>8}  {:<18} {}\n", word("at"), word("event"), word("text"));
     }
-    Ok(text)
+    text
+}
+
+fn events(snapshot: &Snapshot, limit: usize, as_json: bool) -> Result<String, String> {
+    let events = told_events(snapshot, None, limit)?;
+    Ok(if as_json { format!("{events:#}") } else { event_rows(&events) })
+}
+
+fn told_events(snapshot: &Snapshot, task: Option<TaskId>, limit: usize) -> Result<Value, String> {
+    let events = snapshot.events(task, limit)?;
+    let all = events.iter().map(|(at, e)| json!({ "at": rfc(Some(*at)), "task": e.task, "event": e.kind, "text": e.text }));
+    Ok(all.collect())
 }
 
 fn slots(snapshot: &Snapshot, as_json: bool) -> Result<String, String> {
@@ -245,20 +310,13 @@ fn slots(snapshot: &Snapshot, as_json: bool) -> Result<String, String> {
     Ok(slots.iter().map(row).collect())
 }
 
+const STATIONS: [&str; 10] =
+    ["fetched", "durable", "slot", "created", "identity", "claimed", "first_step", "ended", "acknowledged", "gone"];
+
 fn timeline(job: &Job) -> [(&'static str, Option<u64>); 10] {
     let t = &job.times;
-    [
-        ("fetched", t.fetched),
-        ("durable", t.durable),
-        ("slot", t.slot),
-        ("created", t.created),
-        ("identity", t.identity),
-        ("claimed", t.claimed),
-        ("first_step", t.first_step),
-        ("ended", t.ended),
-        ("acknowledged", t.acknowledged),
-        ("gone", t.gone),
-    ]
+    let times = [t.fetched, t.durable, t.slot, t.created, t.identity, t.claimed, t.first_step, t.ended, t.acknowledged, t.gone];
+    std::array::from_fn(|n| (STATIONS[n], times[n]))
 }
 
 fn value(task: TaskId, job: &Job) -> Value {

@@ -19,7 +19,9 @@ use crate::{
 /// What a subcommand says, and its exit code.
 pub(crate) fn says(world: &World, args: &[&str]) -> (String, i32) {
     let out = world.controller.command().args(args).output().unwrap();
-    let text = String::from_utf8_lossy(&[out.stdout, out.stderr].concat()).into_owned();
+    // Beside an answer there may be a note.
+    let said = if out.status.success() { out.stdout } else { [out.stdout, out.stderr].concat() };
+    let text = String::from_utf8_lossy(&said).into_owned();
     (text, out.status.code().unwrap())
 }
 

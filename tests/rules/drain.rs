@@ -169,9 +169,8 @@ async fn an_environment_that_exists_when_the_drain_begins_starts_its_job_and_non
         let lost = world.push(world.quick("waiting1"));
         world.environment().await;
         drained_now(&world, &[]);
-        for executor in world.controller.executors() {
-            nix::sys::signal::kill(nix::unistd::Pid::from_raw(executor.pid), nix::sys::signal::SIGKILL).unwrap();
-        }
+        let executor = eventually("its executor runs", SOON, async || world.controller.executors().pop()).await;
+        nix::sys::signal::kill(nix::unistd::Pid::from_raw(executor.pid), nix::sys::signal::SIGKILL).unwrap();
         world.no_environment(SOON).await;
         drained_now(&world, &["--wait=30"]);
         world.forge.clear_faults();
@@ -253,6 +252,50 @@ async fn the_command_says_what_to_do_where_it_may_not_or_nobody_answers() {
         world.controller.start_again().await;
         let (code, text) = refused(&world, &[]);
         assert!(code == Some(1) && text.contains("draining is refused: set ADMIN_TOKEN_FILE"), "{code:?} {text}");
+    })
+    .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn status_and_show_job_ask_the_controller_and_show_job_goes_on_without_it() {
+    story(Duration::from_secs(90), async {
+        let mut world = world(1).await;
+        let running = world.push(world.counting("running0"));
+        world.counts("running0", running).await;
+        let waiting = world.push(world.quick("waiting0"));
+        let task = world.waits_with_us(waiting).await;
+        let said = |world: &World, args: &[&str]| {
+            let said = world.controller.command().args(args).output().unwrap();
+            let [out, err] = [said.stdout, said.stderr].map(|bytes| String::from_utf8(bytes).unwrap());
+            (said.status.code(), out, err)
+        };
+        drained_now(&world, &[]);
+        let (code, text, err) = said(&world, &["status"]);
+        assert_eq!(code, Some(0), "{err}");
+        assert!(text.contains("Draining since") && text.contains("1 of 1") && text.contains("gitea"), "{text}");
+        let (_, json, _) = said(&world, &["status", "--json"]);
+        let overview: Value = serde_json::from_str(&json).unwrap();
+        assert_eq!((&overview["backends"][0]["running"], &overview["backends"][0]["waiting"]), (&1.into(), &1.into()), "{json}");
+        let id = task.to_string();
+        let (code, text, err) = said(&world, &["show", "job", &id]);
+        assert!(code == Some(0) && err.is_empty(), "{err}");
+        assert!(text.contains("  why ") && text.contains("queued on pod"), "{text}");
+        let (_, json, _) = said(&world, &["show", "--json", "job", &id]);
+        assert_eq!(serde_json::from_str::<Value>(&json).unwrap()["task"], task.0, "{json}");
+        let (code, _, err) = said(&world, &["show", "job", "999999"]);
+        assert!(code == Some(1) && err.contains("there is no such job here"), "{err}");
+        world.controller.kill9();
+        let (code, text, err) = said(&world, &["show", "job", &id]);
+        assert!(code == Some(0) && text.contains("queued on pod"), "{text}{err}");
+        assert!(err.contains("no controller answers at") && err.contains("the file of its mirror"), "{err}");
+        let (code, _, err) = said(&world, &["status"]);
+        assert!(code == Some(1) && err.contains("is it running?"), "{err}");
+        world.controller.start_again().await;
+        world.gate.open();
+        drained_now(&world, &["--undo"]);
+        world.ends_green(running).await;
+        world.ends_green(waiting).await;
+        world.no_environment(SOON).await;
     })
     .await;
 }

@@ -47,10 +47,9 @@ fn desk(operation: Operation) -> Desk {
 
 fn desk_with(mirror: Mirror, operation: Operation, folder: tempfile::TempDir) -> Desk {
     let board = Board::default();
-    let claims = Claims::new(CapabilityKey::random());
     let source = Source {
         mirror: mirror.clone(),
-        claims: claims.clone(),
+        claims: Claims::new(CapabilityKey::random()),
         board: board.clone(),
         operation: Arc::new(move || operation.clone()),
         capacity: HashMap::from([(BackendKind::Pod, 4), (BackendKind::Vm, 100)]),
