@@ -78,7 +78,8 @@ async fn found(system: &StandIn, canaries: &[Canary]) -> BTreeSet<String> {
         look(format!("the name of {}", file.display()), file.as_os_str().as_encoded_bytes());
     }
     look("the log".into(), system.log().as_bytes());
-    for page in ["/metrics", "/readyz", "/healthz"] {
+    let pages = ["/metrics", "/readyz", "/healthz", "/", "/jobs", "/jobs/1", "/reconcilers", "/api/v1/overview", "/api/v1/jobs"];
+    for page in pages.into_iter().chain(["/api/v1/jobs/1", "/api/v1/environments", "/api/v1/queue", "/api/v1/drain"]) {
         look(page.into(), system.page(page).await.as_bytes());
     }
     for row in process::table().unwrap().into_iter().filter(|row| row.pid != std::process::id()) {

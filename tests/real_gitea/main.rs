@@ -10,3 +10,4 @@ mod endings;
 mod jobs;
 mod places;
 mod restarts;
+mod window;

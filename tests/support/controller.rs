@@ -168,6 +168,17 @@ impl Controller {
         self.metrics().await?.lines().find_map(|line| line.strip_prefix(&format!("gitea_dynamic_runner_{series} "))?.parse().ok())
     }
 
+    /// A page of the dashboard, as who may read it.
+    pub(crate) async fn page(&self, path: &str) -> String {
+        let answer = self.http.send(Method::GET, path, &[], "".into()).await.unwrap();
+        assert!(answer.status.is_success(), "{path}: {} {}", answer.status, answer.text());
+        answer.text()
+    }
+
+    pub(crate) async fn api(&self, path: &str) -> serde_json::Value {
+        serde_json::from_str(&self.page(path).await).unwrap()
+    }
+
     /// Where its pages and answers are.
     pub(crate) fn http_url(&self) -> String {
         format!("http://{}", self.settings["HTTP_LISTEN"])
