@@ -20,65 +20,16 @@ use crate::{
 pub(crate) mod nats;
 mod read;
 pub mod tools;
+mod variables;
 
 pub(crate) use self::read::StoredCredentials;
-pub use self::read::{Reader, process_environment};
+pub use self::{
+    read::{Reader, process_environment},
+    variables::VARIABLES,
+};
 
 /// Where `register` keeps what Gitea gave, below the state directory.
 pub const CREDENTIALS_FILE: &str = "private/credentials.json";
-
-/// Every setting, for the README's table (`tests/tidy.rs` compares).
-pub const VARIABLES: [&str; 49] = [
-    "GITEA_URL",
-    "GITEA_CA_FILE",
-    "GITEA_API_TOKEN",
-    "GITEA_API_TOKEN_FILE",
-    "GITEA_RUNNER_UUID",
-    "GITEA_RUNNER_TOKEN",
-    "GITEA_RUNNER_TOKEN_FILE",
-    "STATE_DIRECTORY",
-    "COMPONENTS",
-    "QUEUE",
-    "NATS_URL",
-    "NATS_CA_FILE",
-    "NATS_PRODUCER_USER",
-    "NATS_PRODUCER_PASSWORD",
-    "NATS_PRODUCER_PASSWORD_FILE",
-    "NATS_WORKER_USER",
-    "NATS_WORKER_PASSWORD",
-    "NATS_WORKER_PASSWORD_FILE",
-    "NATS_STREAM",
-    "NATS_SUBJECT_BASE",
-    "NATS_MONITOR_URL",
-    "NATS_ADMIN_USER",
-    "NATS_ADMIN_PASSWORD",
-    "NATS_ADMIN_PASSWORD_FILE",
-    "POD_BACKEND",
-    "POD_CAPACITY",
-    "POD_TIMEOUT_SECONDS",
-    "POD_EXECUTOR_UID",
-    "VM_BACKEND",
-    "VM_CAPACITY",
-    "VM_TIMEOUT_SECONDS",
-    "VM_RUNNER_LABEL",
-    "SILENCE_LIMIT_SECONDS",
-    "TRUST_DOMAIN",
-    "SPIFFE_ENDPOINT_SOCKET",
-    "RUNNER_FACADE_LISTEN",
-    "RUNNER_FACADE_URL",
-    "RUNNER_FACADE_SPIFFE_ID",
-    "RUNNER_CAPABILITY_KEY_FILE",
-    "SEAL_KEY_FILE",
-    "RUNNER_BIN",
-    "LOCAL_UNISOLATED",
-    "LOCAL_FORK_PRS",
-    "METADATA_PREFIX",
-    "HTTP_LISTEN",
-    "HTTP_HOSTS",
-    "READ_TOKEN_FILE",
-    "ADMIN_TOKEN_FILE",
-    "LOG_FORMAT",
-];
 
 const COMPONENTS: [&str; 3] = ["scheduler", "pod-worker", "vm-worker"];
 

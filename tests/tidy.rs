@@ -31,6 +31,8 @@ enum Layer {
 const ROOMS: &[(&str, Layer)] = &[
     ("assignment", Layer::Fact),
     ("backoff", Layer::Fact),
+    ("board", Layer::Fact),
+    ("printable", Layer::Fact),
     ("claims", Layer::Fact),
     ("drain", Layer::Fact),
     ("environment", Layer::Fact),
@@ -51,6 +53,7 @@ const ROOMS: &[(&str, Layer)] = &[
     ("metrics", Layer::Edge),
     ("mirror", Layer::Edge),
     ("queue", Layer::Edge),
+    ("backlog", Layer::Role),
     ("facade", Layer::Role),
     ("http", Layer::Role),
     ("reconcile", Layer::Role),

@@ -27,7 +27,7 @@ use tower::ServiceExt as _;
 
 use crate::support::{eventually, story};
 
-const LIMIT: Duration = Duration::from_secs(60);
+const LIMIT: Duration = Duration::from_secs(120);
 /// The page's own weight, with all that it loads.
 const WEIGHT: usize = 100_000;
 
@@ -47,9 +47,10 @@ fn desk(operation: Operation) -> Desk {
 
 fn desk_with(mirror: Mirror, operation: Operation, folder: tempfile::TempDir) -> Desk {
     let board = Board::default();
+    let claims = Claims::new(CapabilityKey::random());
     let source = Source {
         mirror: mirror.clone(),
-        claims: Claims::new(CapabilityKey::random()),
+        claims: claims.clone(),
         board: board.clone(),
         operation: Arc::new(move || operation.clone()),
         capacity: HashMap::from([(BackendKind::Pod, 4), (BackendKind::Vm, 100)]),
