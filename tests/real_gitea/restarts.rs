@@ -125,7 +125,7 @@ async fn sigterm_ends_the_controller_within_ten_seconds_and_harms_no_job() {
     .await;
 }
 
-#[tokio::test]
+#[tokio::test(flavor = "multi_thread")]
 async fn drained_with_three_running_and_two_waiting_jobs_and_restarted_the_three_end_and_undone_the_two_run_once_each() {
     story(STORY, async {
         let gitea = RealGitea::start(Version::Current, "").await;
