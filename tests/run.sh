@@ -249,6 +249,8 @@ sweep() {
   for record in "$scratch"/*/gitea/gitea.pid; do
     [ -e "$record" ] && bash tests/peers/run-gitea.sh --stop "$(dirname "$record")"
   done
+  # The disks of machines; their processes ended with the test that started them.
+  while read -r link; do umount "$link" || true; done < <(awk -v s="$scratch/" 'index($2, s) == 1 { print $2 }' /proc/mounts)
   for link in /proc/[0-9]*/exe /proc/[0-9]*/cwd; do
     case $(readlink "$link" 2>/dev/null) in
       "$scratch"/*)

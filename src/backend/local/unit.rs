@@ -102,6 +102,8 @@ impl Unit<'_> {
             "Type=exec".to_owned(),
             // A stop is for the keeper to hand on; what it leaves is killed.
             "KillMode=mixed".to_owned(),
+            // To say how it ended, at a machine's shutdown, say; not longer than an operator likes to wait.
+            "TimeoutStopSec=30".to_owned(),
             // Of a job that takes too much one process dies, and the job can say so.
             "OOMPolicy=continue".to_owned(),
             format!("OOMScoreAdjust={OOM_SCORE}"),
