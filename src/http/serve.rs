@@ -270,8 +270,9 @@ mod tests {
     #[test]
     fn who_owes_a_request_for_the_longest_makes_room_and_who_is_answered_never_does() {
         let places = Arc::new(Places::new(3));
-        let admit = || match places.admit() {
-            (place, dropped) => (place.map(Arc::new), dropped),
+        let admit = || {
+            let (place, dropped) = places.admit();
+            (place.map(Arc::new), dropped)
         };
         let [first, second, third] = [(); 3].map(|()| admit().0.unwrap());
         first.answers();
