@@ -25,7 +25,7 @@ const AWAY: Duration = Duration::from_secs(1);
 /// Begin nothing new: no job is fetched or started, what runs goes on. It outlives restarts, until it is undone.
 #[derive(Args)]
 pub(super) struct Drain {
-    /// Wait until nothing runs any more, at most so many seconds (a day, if none are given); then the exit code is 75.
+    /// Wait until nothing runs any more, at most so many seconds (a day, if none are given). Exit code 75: the time is over.
     #[arg(long, value_name = "SECONDS", num_args = 0..=1, require_equals = true, default_missing_value = "86400",
         value_parser = clap::value_parser!(u64).range(1..=604_800), conflicts_with = "undo")]
     wait: Option<u64>,
