@@ -30,7 +30,7 @@ use super::{
     view::Source,
 };
 
-/// Streams at once: half of the connections, so that they never keep anybody else out.
+/// Streams at once: a quarter of the connections, so that they never keep anybody else out.
 const STREAMS: usize = 32;
 /// Between two looks.
 const PERIOD: Duration = Duration::from_secs(1);
