@@ -37,12 +37,13 @@ pub enum Turns {
 #[derive(Clone)]
 pub struct Pulses {
     since: Instant,
-    tasks: Arc<Mutex<Vec<(&'static str, Turns, Arc<Pulse>)>>>,
+    tasks: Arc<Mutex<Vec<Arc<Pulse>>>>,
 }
 
 /// Of one task.
-#[derive(Default)]
 struct Pulse {
+    name: &'static str,
+    turns: Turns,
     /// Milliseconds from `Pulses::since` to the begin or end of its last step.
     at_ms: AtomicU64,
     in_step: AtomicBool,
@@ -61,8 +62,8 @@ impl Pulses {
 
     /// The task, seen at each step that it makes.
     fn seen<F: Future<Output = ()>>(&self, name: &'static str, turns: Turns, task: F) -> impl Future<Output = ()> + use<F> {
-        let pulse = Arc::new(Pulse { at_ms: self.now_ms().into(), in_step: false.into() });
-        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).push((name, turns, Arc::clone(&pulse)));
+        let pulse = Arc::new(Pulse { name, turns, at_ms: self.now_ms().into(), in_step: false.into() });
+        self.tasks.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::clone(&pulse));
         let pulses = self.clone();
         async move {
             let mut task = pin!(task);
@@ -83,16 +84,16 @@ impl Pulses {
     /// The tasks that hang: in one step for too long, or without one for longer than they ever rest.
     pub fn stalled(&self) -> Vec<&'static str> {
         let now = self.now_ms();
-        let hangs = |turns: &Turns, pulse: &Pulse| {
+        let hangs = |pulse: &Pulse| {
             let rested = Duration::from_millis(now.saturating_sub(pulse.at_ms.load(Ordering::Relaxed)));
-            match turns {
+            match pulse.turns {
                 _ if pulse.in_step.load(Ordering::Relaxed) => rested > STEP_LIMIT,
                 Turns::WhenCalled => false,
-                Turns::Within(limit) => rested > *limit,
+                Turns::Within(limit) => rested > limit,
             }
         };
         let tasks = self.tasks.lock().unwrap_or_else(PoisonError::into_inner);
-        tasks.iter().filter(|(_, turns, pulse)| hangs(turns, pulse)).map(|(name, ..)| *name).collect()
+        tasks.iter().filter(|pulse| hangs(pulse)).map(|pulse| pulse.name).collect()
     }
 }
 
@@ -186,8 +187,8 @@ mod tests {
     #[test]
     fn a_task_that_does_not_come_back_from_a_step_is_named() {
         let pulses = Pulses { since: Instant::now() - STEP_LIMIT * 3, tasks: Arc::default() };
-        let stuck = Pulse { at_ms: 0.into(), in_step: true.into() };
-        pulses.tasks.lock().unwrap_or_else(PoisonError::into_inner).push(("stuck", Turns::WhenCalled, stuck.into()));
+        let stuck = Pulse { name: "stuck", turns: Turns::WhenCalled, at_ms: 0.into(), in_step: true.into() };
+        pulses.tasks.lock().unwrap_or_else(PoisonError::into_inner).push(stuck.into());
         assert_eq!(pulses.stalled(), ["stuck"]);
     }
 }
