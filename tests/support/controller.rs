@@ -157,8 +157,13 @@ impl Controller {
 
     /// Waits until it is ready.
     pub(crate) async fn ready(&mut self) {
+        self.ready_within(Duration::from_secs(20)).await;
+    }
+
+    /// As [`Self::ready`], on a machine with more to do.
+    pub(crate) async fn ready_within(&mut self, limit: Duration) {
         let Self { child, http, .. } = self;
-        let ready = eventually("the controller is ready", Duration::from_secs(20), async || {
+        let ready = eventually("the controller is ready", limit, async || {
             if let Some(status) = child.as_mut().unwrap().try_wait().unwrap() {
                 return Some(Err(status));
             }
