@@ -3,7 +3,7 @@
 use std::{io::Read as _, path::PathBuf, process::ExitCode};
 
 use anyhow::Context as _;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory as _, Parser, Subcommand};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -18,10 +18,12 @@ use crate::{
 mod client;
 mod doctor;
 mod drain;
+mod manual;
 mod nats_setup;
 mod register;
 mod show;
 mod status;
+mod unregister;
 
 /// The exit codes.
 pub mod exit {
@@ -63,6 +65,12 @@ enum Command {
     RebuildMirror(show::Rebuild),
     /// Show it all at work on this machine: a stand-in for Gitea, a few jobs of each kind, and nothing to set up.
     Demo(Demo),
+    /// Before this installation is removed: fail what still waits here, and name the runner to delete in Gitea; shows a plan first.
+    Unregister(unregister::Unregister),
+    /// Print completions for a shell, to be kept where that shell looks for them.
+    Completions(manual::Completions),
+    /// Print the manual page (roff); read it with `man -l`.
+    Man,
     /// Inside an environment: fetch the one task, run the official runner, report. Started by the backend.
     Executor,
 }
@@ -108,6 +116,9 @@ pub fn main() -> ExitCode {
         Command::Register(args) => runtime.block_on(register::run(args)),
         Command::Show(args) => runtime.block_on(show::show(&args)),
         Command::Status(args) => runtime.block_on(status::run(&args)),
+        Command::Completions(args) => manual::completions(&args, Cli::command()),
+        Command::Man => manual::man(Cli::command()),
+        Command::Unregister(args) => runtime.block_on(unregister::run(&args)),
         Command::Drain(args) => runtime.block_on(drain::run(&args)),
         Command::RebuildMirror(args) => show::rebuild(&args),
         Command::NatsSetup(args) => runtime.block_on(nats_setup::run(args)),

@@ -7,7 +7,7 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
 use serde::Serialize;
 
-use crate::config::{Config, Mode, Reader};
+use crate::config::{Config, Mode};
 
 mod child;
 mod gitea;
@@ -66,7 +66,6 @@ impl Item {
 /// What the probes look with. With faults in the settings, what could be read of them.
 struct World {
     config: Config,
-    environment: BTreeMap<String, String>,
     private: PathBuf,
     /// The controller that runs on this state folder.
     running: Option<u32>,
@@ -81,10 +80,10 @@ impl World {
 
 /// Everything, in a fixed order.
 pub async fn examine(environment: BTreeMap<String, String>, mode: Mode) -> Vec<Item> {
-    let (config, faults) = Config::read_with_faults(environment.clone(), mode);
+    let (config, faults) = Config::read_with_faults(environment, mode);
     let private = config.state_directory.join("private");
     let running = stores::running(&private.join(stores::lock_of(&config.queue)));
-    let world = Arc::new(World { config, environment, private, running });
+    let world = Arc::new(World { config, private, running });
     let mut items = settings(&faults);
     let groups = tokio::join!(
         limited("gitea", gitea::probe(&world)),
@@ -124,9 +123,4 @@ async fn limited(name: &'static str, probe: impl Future<Output = Vec<Item>>) -> 
 async fn blocking(world: &Arc<World>, probe: impl FnOnce(&World) -> Vec<Item> + Send + 'static) -> Vec<Item> {
     let world = Arc::clone(world);
     tokio::task::spawn_blocking(move || probe(&world)).await.unwrap_or_default()
-}
-
-/// The optional token for Gitea's REST API.
-fn api_token(world: &World) -> Option<crate::secret::Secret> {
-    Reader::new(world.environment.clone()).secret("GITEA_API_TOKEN")
 }

@@ -95,9 +95,12 @@ async fn measure(queue: &str, mut env: Vec<(&'static str, String)>) {
         (latencies(&world.controller.log(), "executor_absent"), latencies(&world.controller.log(), "executor_created"));
     assert_eq!((called.len(), made.len()), (wanted, wanted), "one environment for each job");
     let at = |times: &[f64], part: f64| times[((times.len() - 1) as f64 * part) as usize];
+    let metrics = world.controller.metrics().await.unwrap();
+    let series = metrics.lines().filter(|line| !line.starts_with('#')).count();
+    assert!(series <= 300, "{series} series");
     println!(
         "{queue}: {wanted} jobs in {took:.0} s, {:.1} a second; fetch to create call p50 {:.0} ms, p99 {:.0} ms, most {:.0} ms, to its return \
-         p50 {:.0} ms, p99 {:.0} ms; controller {:.1} ms CPU a job; resident {idle} MiB idle, {most} MiB at most",
+         p50 {:.0} ms, p99 {:.0} ms; controller {:.1} ms CPU a job; resident {idle} MiB idle, {most} MiB at most; {series} series",
         wanted as f64 / took,
         at(&called, 0.5),
         at(&called, 0.99),

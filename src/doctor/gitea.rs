@@ -11,7 +11,7 @@ use std::{
 use http::{StatusCode, Uri};
 use serde::Deserialize;
 
-use super::{Item, World, api_token, child};
+use super::{Item, World, child};
 use crate::{
     backend::local::Isolation,
     config::{CREDENTIALS_FILE, StoredCredentials},
@@ -265,12 +265,12 @@ async fn labels(world: &World, web: &Web) -> Item {
             by_hand,
         );
     };
-    let Some(token) = api_token(world) else {
+    let Some(token) = &gitea.api_token else {
         return Item::unknown(name, "which labels Gitea knows of this runner is not known: no API token is set", by_hand);
     };
     let mut refused = String::new();
     for scope in ["admin", "user"] {
-        match web.get(&format!("{}/api/v1/{scope}/actions/runners/{id}", gitea.url), Some(&token)).await {
+        match web.get(&format!("{}/api/v1/{scope}/actions/runners/{id}", gitea.url), Some(token)).await {
             Ok(answer) if answer.status.is_success() => match serde_json::from_slice(&answer.body) {
                 Ok(view) => return judge_labels(world, &view),
                 Err(e) => refused = format!("Gitea's answer is not understood: {e}"),

@@ -20,7 +20,11 @@ use nix::{
 
 use super::{Item, World, child};
 use crate::{
-    assignment::seal::SealKeys, backend::local::Isolation, claims::CapabilityKey, config::CREDENTIALS_FILE, queue::MIN_FREE_BYTES,
+    assignment::seal::SealKeys,
+    backend::local::{Isolation, Keepers},
+    claims::CapabilityKey,
+    config::CREDENTIALS_FILE,
+    queue::MIN_FREE_BYTES,
 };
 
 /// A checkout with its packages has as many files.
@@ -187,6 +191,10 @@ pub(super) async fn isolation(world: &Arc<World>) -> Vec<Item> {
         }
         Err(why) => return vec![Item::todo(name, why, "run `doctor` as the controller's user, too")],
     };
+    if matches!(Keepers::here(), Keepers::Units { .. }) {
+        let said = format!("users from {base} on, in units of their own that systemd starts");
+        return vec![Item::fine(name, said), uids(world, base)];
+    }
     let mut items = vec![match child::run(&["namespaces"]).await {
         Ok(()) => Item::fine(name, format!("users from {base} on, with namespaces of their own")),
         Err(why) => Item::todo(

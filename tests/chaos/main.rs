@@ -14,3 +14,4 @@ mod jetstream;
 mod ledger;
 mod real;
 mod run;
+mod upgrade;

@@ -167,14 +167,29 @@ async fn a_database_of_something_else_is_refused() {
 }
 
 #[tokio::test]
-async fn a_queue_of_a_newer_version_is_refused() {
-    refused_after(|path| {
-        let newer = redb::Database::open(path).unwrap();
-        let txn = newer.begin_write().unwrap();
-        txn.open_table(redb::TableDefinition::<u8, u64>::new("meta")).unwrap().insert(0, 999).unwrap();
-        txn.commit().unwrap();
-    })
-    .await;
+async fn a_queue_of_a_newer_version_is_refused_and_left_as_it_is() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("queue.redb");
+    let queue = open(&path);
+    publish(&queue, 1).await;
+    drop(queue);
+    set_layout(&path, 999);
+    let before = fs::read(&path).unwrap();
+    let refused = EmbeddedQueue::open(&path).unwrap_err();
+    assert!(matches!(refused, QueueError::Newer(_)), "{refused}");
+    let said = refused.to_string();
+    assert!(said.contains("layout 999") && said.contains("Run that version again"), "{said}");
+    assert_eq!(fs::read(&path).unwrap().len(), before.len(), "is not replaced");
+    // With the version that wrote it, everything is there.
+    set_layout(&path, 1);
+    assert!(open(&path).get(TaskId(1)).await.unwrap().is_some());
+}
+
+fn set_layout(path: &Path, layout: u64) {
+    let database = redb::Database::open(path).unwrap();
+    let txn = database.begin_write().unwrap();
+    txn.open_table(redb::TableDefinition::<u8, u64>::new("meta")).unwrap().insert(0, layout).unwrap();
+    txn.commit().unwrap();
 }
 
 #[tokio::test]

@@ -21,4 +21,5 @@ mod reports;
 mod restarts;
 mod series;
 mod twice;
+mod upgrades;
 mod world;

@@ -123,6 +123,23 @@ impl Controller {
         command
     }
 
+    pub(crate) fn program(&self) -> &Path {
+        &self.program
+    }
+
+    /// Another program for [`Self::use_program`], where users of jobs can run it.
+    pub(crate) fn place_program(&self, file: &Path, name: &str) -> PathBuf {
+        let folder = self.folder.join(name);
+        std::fs::create_dir(&folder).unwrap();
+        passable(&folder);
+        place(file, &folder)
+    }
+
+    /// For its next start.
+    pub(crate) fn use_program(&mut self, program: &Path) {
+        program.clone_into(&mut self.program);
+    }
+
     /// After [`Self::kill9`] or [`Self::sigterm`]; ready on return.
     pub(crate) async fn start_again(&mut self) {
         self.spawn();
@@ -140,8 +157,13 @@ impl Controller {
 
     /// Waits until it is ready.
     pub(crate) async fn ready(&mut self) {
+        self.ready_within(Duration::from_secs(20)).await;
+    }
+
+    /// As [`Self::ready`], on a machine with more to do.
+    pub(crate) async fn ready_within(&mut self, limit: Duration) {
         let Self { child, http, .. } = self;
-        let ready = eventually("the controller is ready", Duration::from_secs(20), async || {
+        let ready = eventually("the controller is ready", limit, async || {
             if let Some(status) = child.as_mut().unwrap().try_wait().unwrap() {
                 return Some(Err(status));
             }
