@@ -51,12 +51,10 @@ put 644 README.md "$doc/README.md"
 printf 'gitea-dynamic-runner (%s) stable; urgency=medium\n\n  * See CHANGELOG.md of the project.\n\n -- The gitea-dynamic-runner maintainers <maintainers@example.invalid>  %s\n' \
   "$version" "$(date -R -d "@${SOURCE_DATE_EPOCH:-$(git log -1 --format=%ct)}")" | gzip -9n >"$stage$doc/changelog.gz"
 chmod 644 "$stage$doc/changelog.gz"
-if "$binary" man >/dev/null 2>&1; then
-  say_into man /usr/share/man/man1/gitea-dynamic-runner.1.gz
-  say_into completions bash /usr/share/bash-completion/completions/gitea-dynamic-runner
-  say_into completions zsh /usr/share/zsh/vendor-completions/_gitea-dynamic-runner
-  say_into completions fish /usr/share/fish/vendor_completions.d/gitea-dynamic-runner.fish
-fi
+say_into man /usr/share/man/man1/gitea-dynamic-runner.1.gz
+say_into completions bash /usr/share/bash-completion/completions/gitea-dynamic-runner
+say_into completions zsh /usr/share/zsh/vendor-completions/_gitea-dynamic-runner
+say_into completions fish /usr/share/fish/vendor_completions.d/gitea-dynamic-runner.fish
 
 # A static binary needs no C library, another one that which it was built with.
 glibc=$(objdump -T "$binary" 2>/dev/null | grep -o 'GLIBC_[0-9.]*' | sed 's/GLIBC_//' | sort -uV | tail -1 || true)
