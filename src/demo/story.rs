@@ -75,7 +75,7 @@ async fn told(args: &Demo) -> anyhow::Result<bool> {
     let (daemon, running) = controller(&forge, &state.path).await?;
     say(&format!("A stand-in for Gitea listens at {}.", forge.url()));
     say(&format!(
-        "The controller runs; http://{}/readyz and /metrics answer. Its state is in {}.",
+        "The controller runs; its dashboard is at http://{}/ (/readyz and /metrics answer, too). Its state is in {}.",
         daemon.http,
         state.path.display()
     ));

@@ -46,7 +46,7 @@ const watch = (page, origin) => {
 };
 
 try {
-  const origin = await until("the demo tells its address", () => printed.match(/http:\/\/[0-9.]+:[0-9]+(?=\/readyz)/)?.[0]);
+  const origin = await until("the demo tells its address", () => printed.match(/dashboard is at (http:\/\/[0-9.:]+)\//)?.[1]);
   // This page is open before the first job is, and is never loaded again: it keeps what it shows of each job.
   const context = await browser.newContext({ viewport: { width: 1100, height: 900 }, colorScheme: "light" });
   const overview = watch(await context.newPage(), origin);
