@@ -54,7 +54,7 @@ fn unconfigured(machine: &Machine, said: &str) {
     assert!(!machine.enter(&["systemctl", "start", SERVICE]).status.success());
     assert_eq!(machine.property(SERVICE, "ExecMainStatus"), "78");
     assert_eq!((machine.property(SERVICE, "ActiveState"), machine.property(SERVICE, "NRestarts")), ("failed".into(), "0".into()));
-    assert!(machine.journal().contains("GITEA_URL is not set"), "{}", machine.journal());
+    assert!(machine.journal().contains("run `gitea-dynamic-runner register` once"), "{}", machine.journal());
     for token in ["read-token", "admin-token"] {
         let stat = machine.run(&["stat", "--format=%a %U %s", &format!("/etc/gitea-dynamic-runner/{token}")]);
         assert_eq!(stat, "600 root 43", "{token}");
