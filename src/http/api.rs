@@ -204,7 +204,7 @@ pub(super) fn task_of(id: &str) -> Option<TaskId> {
 
 /// One job with its timeline and events.
 #[utoipa::path(get, path = "/api/v1/jobs/{id}",
-    params(("id" = String, Path, description = "Its number at Gitea, as 71 or gitea-task-71", pattern = "^(gitea-task-)?[0-9]{1,15}$")),
+    params(("id" = String, Path, description = "Its number at Gitea, as 71 or gitea-task-71", pattern = "^(gitea-task-)?[0-9]{1,15}$", example = "1")),
     responses((status = 200, body = JobDetails), (status = 401, body = String, content_type = "text/plain"), (status = 404, body = Problem), (status = 503, body = Problem)))]
 async fn job(State(api): State<Api>, Path(id): Path<String>) -> Response {
     let none = || problem(StatusCode::NOT_FOUND, NO_JOB);
