@@ -56,7 +56,9 @@ impl Machine {
         let nspawn = command.stdin(Stdio::null()).stdout(log.try_clone().unwrap()).stderr(log).spawn().unwrap();
         let children = format!("/proc/{0}/task/{0}/children", nspawn.id());
         let init = eventually("the container has a PID 1", BOOT, async || {
-            let pid = fs::read_to_string(&children).ok()?.split_whitespace().next()?.parse().ok()?;
+            // For a moment nspawn has another child, which makes this one and ends.
+            let children = fs::read_to_string(&children).ok()?;
+            let pid = children.split_whitespace().find(|pid| is_first_of_its_namespace(pid))?.parse().ok()?;
             ProcessIdentity::of(pid).unwrap()
         })
         .await;
@@ -212,6 +214,12 @@ impl Drop for Machine {
         }
         run("umount", &[&self.root().display().to_string()]);
     }
+}
+
+fn is_first_of_its_namespace(pid: &str) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let pids = status.lines().find_map(|line| line.strip_prefix("NSpid:")).unwrap_or_default();
+    pids.split_whitespace().count() > 1 && pids.ends_with("\t1")
 }
 
 /// Waits for the end of a container; `false` if it had to be killed.
