@@ -100,7 +100,7 @@ need_nextest() {
 # The program of $previous_commit. Built in the same target folder, so only its own code is compiled.
 need_previous() {
   local place=$PEERS_DIR/previous wanted=$previous_commit source
-  if ! git cat-file -e "$wanted^{commit}" 2>/dev/null && ! git fetch --quiet --depth 1 origin "$wanted" 2>/dev/null; then
+  if ! git cat-file -e "$wanted^{commit}" 2>/dev/null && ! GIT_TERMINAL_PROMPT=0 timeout 60 git fetch --quiet --depth 1 origin "$wanted" 2>/dev/null; then
     say "$wanted IS NOT IN THIS CLONE AND CANNOT BE FETCHED: the upgrade is told with the present source under another version number"
     wanted=present-$(git rev-parse HEAD)
   fi
