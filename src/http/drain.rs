@@ -16,13 +16,13 @@ use axum::{
     response::{IntoResponse, Response},
 };
 use serde::{Deserialize, Serialize};
-use time::{OffsetDateTime, format_description::well_known::Rfc3339};
 use tokio::{sync::Semaphore, time::Instant};
 use utoipa::{IntoParams, ToSchema};
 
 use super::{
     Http,
     api::{Problem, problem},
+    view::Moment,
 };
 use crate::{
     claims::{ClaimPhase, Claims},
@@ -84,7 +84,7 @@ impl Draining {
     }
 
     pub(super) fn since(&self) -> Option<String> {
-        self.drain.since().and_then(shown)
+        self.drain.since().map(shown)
     }
 
     /// The wish is looked at first, then what was begun, then what has a slot: who begins something asks in the other order, so
@@ -116,7 +116,7 @@ impl Draining {
         };
         Progress {
             draining: since.is_some(),
-            since: since.and_then(shown),
+            since: since.map(shown),
             drained,
             waiting: held.as_ref().zip(queued.as_ref()).map(|(held, queued)| queued.difference(held).count()),
             starting: count(&starts),
@@ -203,14 +203,14 @@ pub(super) async fn undo(State(http): State<Http>) -> Response {
     Json(draining.progress().await).into_response()
 }
 
+/// To the second, as people ask.
+fn shown(at: SystemTime) -> String {
+    Moment(Moment::from(at).0 / 1000 * 1000).rfc()
+}
+
 /// Nobody must believe that it was done.
 fn not_kept(error: &std::io::Error) -> Response {
     tracing::error!(error = %error, "failed to keep a wish to drain or not to; free disk space or repair the state directory");
     let text = format!("not done: the state directory could not be written ({error}); mend that, and ask again");
     problem(StatusCode::INTERNAL_SERVER_ERROR, text)
-}
-
-fn shown(at: SystemTime) -> Option<String> {
-    let whole = at.duration_since(SystemTime::UNIX_EPOCH).ok()?.as_secs();
-    OffsetDateTime::from_unix_timestamp(i64::try_from(whole).ok()?).ok()?.format(&Rfc3339).ok()
 }
