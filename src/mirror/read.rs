@@ -64,13 +64,8 @@ pub struct OpenJob {
 impl Snapshot {
     pub fn overview(&self) -> Result<Overview, String> {
         self.ask(|txn| {
-            let mut jobs = Vec::new();
-            let index = txn.open_table(BY_STATE)?;
-            for (lane, phase) in places(None, None) {
-                let (first, last) = span(lane, phase);
-                let n = index.range(first..=last)?.count();
-                jobs.push((lane, phase, u64::try_from(n).unwrap_or(u64::MAX)));
-            }
+            let counted = |(lane, phase)| count(txn, lane, phase).map(|n| (lane, phase, n));
+            let jobs = places(None, None).map(counted).collect::<Result<_, _>>()?;
             let meta = txn.open_table(META)?;
             let number = |name| -> Result<Option<u64>, Failure> {
                 Ok(meta.get(name)?.and_then(|v| v.value().try_into().ok().map(u64::from_le_bytes)))
@@ -83,6 +78,11 @@ impl Snapshot {
                 events: txn.open_table(EVENTS)?.len()?,
             })
         })
+    }
+
+    /// How many jobs of one kind there are.
+    pub fn count(&self, lane: Lane, phase: Phase) -> Result<u64, String> {
+        self.ask(|txn| count(txn, lane, phase))
     }
 
     pub fn job(&self, task: TaskId) -> Result<Option<Job>, String> {
@@ -240,6 +240,11 @@ impl Snapshot {
     fn ask<T>(&self, look: impl FnOnce(&ReadTransaction) -> Result<T, Failure>) -> Result<T, String> {
         look(&self.0).map_err(|e| e.to_string())
     }
+}
+
+fn count(txn: &ReadTransaction, lane: Lane, phase: Phase) -> Result<u64, Failure> {
+    let (first, last) = span(lane, phase);
+    Ok(u64::try_from(txn.open_table(BY_STATE)?.range(first..=last)?.count()).unwrap_or(u64::MAX))
 }
 
 fn places(lane: Option<Lane>, phase: Option<Phase>) -> impl Iterator<Item = (Lane, Phase)> {

@@ -134,8 +134,7 @@ impl Source {
     }
 
     fn backends(&self, mirror: &Snapshot, operation: &Operation) -> Result<Vec<Backend>, String> {
-        let (held, counts) = (mirror.slots()?, mirror.overview()?.jobs);
-        let count = |lane, phase| counts.iter().find(|(l, p, _)| (*l, *p) == (lane, phase)).map_or(0, |(_, _, n)| *n);
+        let held = mirror.slots()?;
         let mut all = Vec::new();
         for kind in self.kinds() {
             let (lane, mut backend) = (kind.lane(), self.unseen_backend(kind, operation));
@@ -153,8 +152,9 @@ impl Source {
             let empty = Slot { state: if down { "unavailable" } else { "free" }, task: None };
             slots.extend(std::iter::repeat_n(empty, free));
             (backend.used, backend.free, backend.slots) = (Some(used), Some(free), Some(slots));
-            (backend.waiting, backend.starting) = (Some(count(lane, Phase::Queued)), Some(count(lane, Phase::Starting)));
-            backend.running = Some(count(lane, Phase::Claimed));
+            (backend.waiting, backend.starting) =
+                (Some(mirror.count(lane, Phase::Queued)?), Some(mirror.count(lane, Phase::Starting)?));
+            backend.running = Some(mirror.count(lane, Phase::Claimed)?);
             backend.oldest_waiting = mirror.oldest(lane, Phase::Queued)?.map(Moment);
             all.push(backend);
         }
